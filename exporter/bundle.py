@@ -1,0 +1,333 @@
+"""The bundle: a folder that one stage hands to the next, written whole or not at all.
+
+    model.onnx  model.onnx.data  manifest.json  report.json  engines.json  engines  tokenizer files
+
+manifest.json says what the bundle is (same inputs, same bytes); report.json what was measured; engines.json what was
+compiled from it. This module needs no torch and no onnx.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter import __version__
+from exporter.catalogue import ModelConfig
+from exporter.contract import DTYPES, OPSET, Contract, TensorSpec, Unit, graph_contract
+from exporter.errors import BundleError, InputError
+
+FORMAT_VERSION = 1
+GRAPH_FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+MANIFEST_FILE = "manifest.json"
+REPORT_FILE = "report.json"
+ENGINES_FILE = "engines.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+OWN_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE, REPORT_FILE, ENGINES_FILE, *TOKENIZER_FILES)
+
+_MANIFEST_KEYS = {
+    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "opset", "max_positions", "weights", "end_token_ids",
+    "inputs", "outputs", "cache_pairs", "files",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a bundle is.
+
+    Attributes:
+        config: the whole model's geometry, also where the unit is a part of it.
+        unit: what of it this graph covers.
+        dtype: dtype name of weights, hidden states and cache.
+        attention_dtype: "fp32" where attention runs between casts, else the bundle's dtype.
+        max_positions: N; positions 0 to 2N − 1 have a rotation, a cache holds at most N rows.
+        weights: {"source": "random", "seed": n} or {"source": "checkpoint"}.
+        end_token_ids: tokens that end a generation; empty unless the unit is a model with a tokenizer.
+        contract: the graph's inputs, outputs and cache pairs.
+        files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
+    """
+
+    config: ModelConfig
+    unit: Unit
+    dtype: str
+    attention_dtype: str
+    max_positions: int
+    weights: dict
+    end_token_ids: tuple[int, ...]
+    contract: Contract
+    files: dict[str, dict]
+
+    @property
+    def has_random_weights(self) -> bool:
+        return self.weights["source"] == "random"
+
+    def to_json(self) -> str:
+        unit = {
+            "kind": self.unit.kind,
+            "component": self.unit.component,
+            "first_layer": self.unit.first_layer,
+            "n_layers": self.unit.n_layers,
+            "logits": self.unit.logits,
+        }
+        return to_json(
+            {
+                "format_version": FORMAT_VERSION,
+                "producer": f"blockline {__version__}",
+                "unit": unit,
+                "config": self.config.to_dict(),
+                "dtype": self.dtype,
+                "attention_dtype": self.attention_dtype,
+                "opset": OPSET,
+                "max_positions": self.max_positions,
+                "weights": self.weights,
+                "end_token_ids": list(self.end_token_ids),
+                "inputs": [spec.to_dict() for spec in self.contract.inputs],
+                "outputs": [spec.to_dict() for spec in self.contract.outputs],
+                "cache_pairs": [list(pair) for pair in self.contract.cache_pairs],
+                "files": self.files,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str, subject: str) -> Manifest:
+        """Reads a manifest and checks it against itself.
+
+        Raises:
+            BundleError: it is not JSON, of an unknown format, has unknown or missing keys, or its tensors are not those
+                that its own config and unit ask for.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise BundleError(f"{subject}: not JSON ({error}); export the bundle again") from None
+        if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
+            version = data.get("format_version") if isinstance(data, dict) else None
+            raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
+        if set(data) != _MANIFEST_KEYS:
+            raise BundleError(
+                f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}"
+            )
+        try:
+            manifest = cls(
+                config=ModelConfig.from_dict(data["config"]),
+                unit=Unit(**data["unit"]),
+                dtype=data["dtype"],
+                attention_dtype=data["attention_dtype"],
+                max_positions=data["max_positions"],
+                weights=data["weights"],
+                end_token_ids=tuple(data["end_token_ids"]),
+                contract=Contract(
+                    tuple(TensorSpec.from_dict(spec) for spec in data["inputs"]),
+                    tuple(TensorSpec.from_dict(spec) for spec in data["outputs"]),
+                    tuple((past, present) for past, present in data["cache_pairs"]),
+                ),
+                files={name: {"size_bytes": int(entry["size_bytes"]), "sha256": str(entry["sha256"])} for name, entry in data["files"].items()},
+            )
+            expected = graph_contract(manifest.config, manifest.unit, manifest.dtype) if manifest.dtype in DTYPES else None
+        except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BundleError(f"{subject}: malformed ({error}); export the bundle again") from None
+        if manifest.contract != expected:
+            raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
+        if any(name not in OWN_FILES for name in manifest.files) or not {GRAPH_FILE, DATA_FILE} <= set(manifest.files):
+            raise BundleError(f"{subject}: got files {sorted(manifest.files)}, expected {GRAPH_FILE}, {DATA_FILE} and tokenizer files only")
+        return manifest
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle: its folder and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: str | Path, verify: str = "graph") -> Bundle:
+        """Opens a bundle and checks its files against the manifest.
+
+        Args:
+            folder: the bundle's folder.
+            verify: "graph" checks every size and the checksum of model.onnx; "full" every checksum.
+
+        Raises:
+            BundleError: a file is missing, truncated or changed, or the manifest cannot be read.
+        """
+        folder = Path(folder)
+        if verify not in ("graph", "full"):
+            raise InputError(f"verify: got {verify!r}, expected 'graph' or 'full'")
+        path = folder / MANIFEST_FILE
+        if not path.is_file():
+            what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
+            raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
+        bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)))
+        bundle._check_files([GRAPH_FILE] if verify == "graph" else list(bundle.manifest.files))
+        return bundle
+
+    def _check_files(self, checksums: list[str]) -> None:
+        for name, entry in self.manifest.files.items():
+            path = self.folder / name
+            if not path.is_file():
+                raise BundleError(f"bundle {self.folder}: {name} is missing; restore it or export the bundle again")
+            size = path.stat().st_size
+            if size != entry["size_bytes"]:
+                raise BundleError(
+                    f"bundle {self.folder}: {name} has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                )
+            if name in checksums and sha256_of(path) != entry["sha256"]:
+                raise BundleError(f"bundle {self.folder}: {name} has another SHA-256 than the manifest says; it was changed; export again")
+
+    @property
+    def graph_path(self) -> Path:
+        return self.folder / GRAPH_FILE
+
+    @property
+    def lineage(self) -> dict[str, str]:
+        """SHA-256 of the graph and of its weights: what an engine records as its origin."""
+        return {name: self.manifest.files[name]["sha256"] for name in (GRAPH_FILE, DATA_FILE)}
+
+    def read_report(self) -> dict:
+        path = self.folder / REPORT_FILE
+        return json.loads(_read_text(path)) if path.is_file() else {}
+
+    def write_report(self, report: dict) -> None:
+        write_atomically(self.folder / REPORT_FILE, to_json(report))
+
+
+def to_json(data: object) -> str:
+    """The one spelling of JSON that bundles use, so that equal data are equal bytes."""
+    return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path}: cannot be read ({error})") from None
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_entry(path: Path, sha256: str | None = None) -> dict:
+    """The manifest's record of one file; its checksum is taken unless the writer already knows it."""
+    return {"size_bytes": path.stat().st_size, "sha256": sha256 or sha256_of(path)}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small text file in one step: readers see the old or the new content, never a part."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+# --- writing a whole folder --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def new_folder(target: str | Path) -> Iterator[Path]:
+    """Gives a temporary sibling of `target` to write a folder into, and puts it in place when the body ends well.
+
+    An older bundle at `target` is replaced in one step; files there that are not a bundle's own move along. When the body
+    raises, nothing changes. Leftovers of killed runs are removed on the way.
+
+    Raises:
+        InputError: `target` is a file, or its parent cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    if target.is_symlink():
+        target = target.resolve()
+    if target.exists() and not target.is_dir():
+        raise InputError(f"output {target}: it is a file, expected a folder or nothing; choose another -o")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"output {target}: cannot write beside it ({error.strerror}: {error.filename}); choose another -o") from None
+    try:
+        with open(temporary / ".lock", "w") as lock:  # held while this run lives: a leftover's lock is free
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.chmod(temporary, 0o755)
+            yield temporary
+            (temporary / ".lock").unlink()
+            _put_in_place(temporary, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
+            raise InputError(f"output {target}: {error.strerror}; nothing was left behind") from None
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    for leftover in target.parent.glob(f".{_escaped(target.name)}.partial-*"):
+        with contextlib.suppress(OSError), open(leftover / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _escaped(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    _sync(temporary)
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    owned = {*OWN_FILES, *_engine_files(target)}
+    for entry in target.iterdir():
+        if entry.name not in owned and not (temporary / entry.name).exists():
+            os.link(entry, temporary / entry.name, follow_symlinks=False) if not entry.is_dir() else shutil.copytree(
+                entry, temporary / entry.name, symlinks=True
+            )
+    _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
+
+
+def _engine_files(folder: Path) -> set[str]:
+    """Files that engines.json says were compiled from the bundle that is being replaced."""
+    try:
+        records = json.loads((folder / ENGINES_FILE).read_text())
+        return {name for record in records["engines"] for name in (record["file"], record["graph_file"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swaps two folders in one step where the kernel can (renameat2), else in two renames."""
+    at_fdcwd, rename_exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0:
+        return
+    aside = first.with_name(first.name + ".old")
+    os.rename(second, aside)
+    os.rename(first, second)
+    os.rename(aside, first)
+
+
+def _sync(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,330 @@
+"""The graph contract: units, dtypes, tensor names, symbolic axes and weight names of every graph that is exported.
+
+Pure data: this module and what it imports load neither torch nor onnx, so the runtime reads bundles through it.
+Shape letters: B batch, T new tokens, P past, L = total length read, C capacity, H query heads, K KV heads, D head_dim, E hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from exporter.catalogue import ModelConfig
+from exporter.errors import InputError
+
+OPSET = 24
+IR_VERSION = 12  # the first that may carry opset 24
+
+BATCH = "batch_size"
+SEQUENCE = "sequence_length"
+TOTAL = "total_sequence_length"  # cache rows this step reads
+CAPACITY = "cache_capacity"  # cache rows allocated
+
+COMPONENTS = ("prepare_qkv", "repeat_kv", "attention", "merge_project", "swiglu_mlp", "rms_norm")
+LOGITS = ("last", "all")
+
+
+@dataclass(frozen=True)
+class DType:
+    """One floating-point type under the three names the field gives it."""
+
+    name: str  # on the command line and in manifests
+    numpy: np.dtype
+    onnx: int  # onnx.TensorProto.DataType
+
+    @property
+    def n_bytes(self) -> int:
+        return self.numpy.itemsize
+
+
+DTYPES = {
+    "fp16": DType("fp16", np.dtype(np.float16), 10),
+    "fp32": DType("fp32", np.dtype(np.float32), 1),
+    "bf16": DType("bf16", np.dtype(ml_dtypes.bfloat16), 16),
+}
+ONNX_TYPES = {"int64": 7, "bool": 9, **{dtype.name: dtype.onnx for dtype in DTYPES.values()}}
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a tensor spec's dtype name."""
+    return DTYPES[name].numpy if name in DTYPES else np.dtype(name)
+
+
+def lookup_dtype(name: str) -> DType:
+    """The dtype of that name.
+
+    Raises:
+        InputError: no such dtype; the message lists those there are.
+    """
+    if name not in DTYPES:
+        raise InputError(f"dtype: got {name!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one graph covers: a component, a block, a stack of blocks, or a whole model.
+
+    Attributes:
+        kind: "component", "block", "stack" or "model".
+        component: its name where the kind is "component", else None.
+        first_layer: index, in the model, of the first block covered; blocks are numbered from 0 inside the graph.
+        n_layers: blocks covered; 1 for a component.
+        logits: for a model, "last" (each row's last real token) or "all".
+    """
+
+    kind: str
+    component: str | None = None
+    first_layer: int = 0
+    n_layers: int = 1
+    logits: str = "last"
+
+    @classmethod
+    def parse(cls, text: str, config: ModelConfig, layers: str | None = None, logits: str = "last") -> Unit:
+        """Reads `--unit`, `--layers` and `--logits` as a user writes them.
+
+        Raises:
+            InputError: an unknown unit or component, or layers that this model or unit does not have.
+        """
+        kind, _, component = text.partition(":")
+        if kind not in ("block", "stack", "model", "component") or (component and kind != "component"):
+            raise InputError(f"unit: got {text!r}, expected block, stack, model or component:NAME")
+        if kind == "component" and component not in COMPONENTS:
+            raise InputError(f"component: got {component!r}, expected one of {', '.join(COMPONENTS)}")
+        if logits not in LOGITS:
+            raise InputError(f"logits: got {logits!r}, expected one of {', '.join(LOGITS)}")
+        if logits != "last" and kind != "model":
+            raise InputError(f"logits: got {logits!r} for unit {text}, expected a model; other units return hidden states")
+        single = kind in ("block", "component")
+        first, stop = _parse_layers(layers, config.n_layers, single)
+        if single and stop - first != 1:
+            raise InputError(f"layers: got {layers!r} for unit {text}, expected one layer such as {first}:{first + 1}; use --unit stack for several")
+        if kind == "model" and first:
+            raise InputError(f"layers: got {layers!r} for a model, which starts at layer 0; use --unit stack for a slice")
+        return cls(kind, component or None, first, stop - first, logits)
+
+    @property
+    def has_cache(self) -> bool:
+        return self.kind != "component"
+
+    def __str__(self) -> str:
+        if self.kind == "component":
+            return f"component:{self.component}"
+        return f"{self.kind} of layers {self.first_layer}:{self.first_layer + self.n_layers}"
+
+
+def _parse_layers(layers: str | None, n_layers: int, single: bool) -> tuple[int, int]:
+    if layers is None:
+        return (0, 1) if single else (0, n_layers)
+    first, colon, stop = layers.partition(":")
+    try:
+        bounds = (int(first), int(stop)) if colon else (0, int(first))
+    except ValueError:
+        raise InputError(f"layers: got {layers!r}, expected a count N or a range A:B of whole numbers") from None
+    if not 0 <= bounds[0] < bounds[1] <= n_layers:
+        raise InputError(f"layers: got {layers!r}, expected 0 <= A < B <= {n_layers}, the layers of this model")
+    return bounds
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One graph input or output: `axes` holds a number for a static axis and a symbol's name for a dynamic one."""
+
+    name: str
+    dtype: str
+    axes: tuple[int | str, ...]
+
+    def to_dict(self) -> dict:
+        return {"name": self.name, "dtype": self.dtype, "axes": list(self.axes)}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> TensorSpec:
+        return cls(data["name"], data["dtype"], tuple(data["axes"]))
+
+
+@dataclass(frozen=True)
+class Contract:
+    """All inputs and outputs of a graph in order, and which of them are one cache buffer."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    cache_pairs: tuple[tuple[str, str], ...] = ()  # (past name, present name), key then value of each layer
+
+    @property
+    def cache_specs(self) -> tuple[TensorSpec, ...]:
+        """The past tensors: dtype [B, K, C, D] each."""
+        past = {name for name, _ in self.cache_pairs}
+        return tuple(spec for spec in self.inputs if spec.name in past)
+
+    @property
+    def step_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that change every step: everything but the cache."""
+        past = {name for name, _ in self.cache_pairs}
+        return tuple(spec for spec in self.inputs if spec.name not in past)
+
+    @property
+    def step_outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs that are computed afresh every step: everything but the cache."""
+        present = {name for _, name in self.cache_pairs}
+        return tuple(spec for spec in self.outputs if spec.name not in present)
+
+
+def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
+    """The contract of one unit's graph."""
+    if unit.kind == "component":
+        return _component_contract(config, unit.component, dtype)
+    if unit.kind == "model":
+        first_input = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE))
+        axes = (BATCH, config.vocab_size) if unit.logits == "last" else (BATCH, SEQUENCE, config.vocab_size)
+        output = TensorSpec("logits", "fp32", axes)
+    else:
+        first_input = TensorSpec("hidden_states", dtype, (BATCH, SEQUENCE, config.hidden_size))
+        output = TensorSpec("hidden_states_out", dtype, (BATCH, SEQUENCE, config.hidden_size))
+    step = (
+        first_input,
+        TensorSpec("position_ids", "int64", (BATCH, SEQUENCE)),
+        TensorSpec("write_indices", "int64", (BATCH,)),
+        TensorSpec("attention_mask", "int64", (BATCH, TOTAL)),
+    )
+    axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
+    pairs = tuple(
+        (f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}") for layer in range(unit.n_layers) for kind in ("key", "value")
+    )
+    return Contract(
+        inputs=step + tuple(TensorSpec(past, dtype, axes) for past, _ in pairs),
+        outputs=(output, *(TensorSpec(present, dtype, axes) for _, present in pairs)),
+        cache_pairs=pairs,
+    )
+
+
+def _component_contract(config: ModelConfig, component: str, dtype: str) -> Contract:
+    H, K, D, E = config.n_heads, config.n_kv_heads, config.head_dim, config.hidden_size
+
+    def spec(name: str, *axes: int | str, dtype: str = dtype) -> TensorSpec:
+        return TensorSpec(name, dtype, axes)
+
+    x = spec("x", BATCH, SEQUENCE, E)
+    queries = spec("Q_r", BATCH, H, SEQUENCE, D)
+    heads = spec("H", BATCH, H, SEQUENCE, D)
+    inputs, outputs = {
+        "prepare_qkv": (
+            (x, spec("R", SEQUENCE, D // 2, 2, dtype="fp32")),
+            (queries, spec("K_r", BATCH, K, SEQUENCE, D), spec("V", BATCH, K, SEQUENCE, D)),
+        ),
+        "repeat_kv": ((spec("x", BATCH, TOTAL, K, D),), (spec("y", BATCH, TOTAL, H, D),)),
+        "attention": (
+            (
+                queries,
+                spec("keys", BATCH, K, TOTAL, D),
+                spec("values", BATCH, K, TOTAL, D),
+                spec("mask", BATCH, 1, SEQUENCE, TOTAL, dtype="bool"),
+            ),
+            (heads,),
+        ),
+        "merge_project": ((heads,), (spec("delta_attn", BATCH, SEQUENCE, E),)),
+        "swiglu_mlp": ((x,), (spec("delta_mlp", BATCH, SEQUENCE, E),)),
+        "rms_norm": ((x,), (spec("y", BATCH, SEQUENCE, E),)),
+    }[component]
+    return Contract(inputs, outputs)
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------
+
+COMPONENT_OF_WEIGHT = {  # a block's weights, in the order of its operations, and the component that owns each
+    "attention_norm": "attention_norm",
+    "attention.q_proj": "prepare_qkv",
+    "attention.k_proj": "prepare_qkv",
+    "attention.v_proj": "prepare_qkv",
+    "attention.o_proj": "merge_project",
+    "ffn_norm": "ffn_norm",
+    "mlp.gate_proj": "swiglu_mlp",
+    "mlp.up_proj": "swiglu_mlp",
+    "mlp.down_proj": "swiglu_mlp",
+}
+
+
+def block_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """One block's weights in the order of its operations: name inside the block → shape, [out, in] for projections."""
+    E, F = config.hidden_size, config.intermediate_size
+    queries, keys = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    shapes = {
+        "attention_norm": (E,),
+        "attention.q_proj": (queries, E),
+        "attention.k_proj": (keys, E),
+        "attention.v_proj": (keys, E),
+        "attention.o_proj": (E, queries),
+        "ffn_norm": (E,),
+        "mlp.gate_proj": (F, E),
+        "mlp.up_proj": (F, E),
+        "mlp.down_proj": (E, F),
+    }
+    return {f"{name}.weight": shape for name, shape in shapes.items()}
+
+
+def weight_shapes(config: ModelConfig, unit: Unit) -> dict[str, tuple[int, ...]]:
+    """Every stored weight of a unit: canonical name → shape. Blocks are numbered as in the whole model.
+
+    A tied model has no `lm_head.weight`: its output head is `embedding.weight`.
+    """
+    return dict(_weights(config, unit))
+
+
+def _weights(config: ModelConfig, unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if unit.kind == "model":
+        yield "embedding.weight", (config.vocab_size, config.hidden_size)
+    owners = {"rms_norm": "attention_norm"}.get(unit.component, unit.component)
+    for layer in range(unit.first_layer, unit.first_layer + unit.n_layers):
+        for name, shape in block_weight_shapes(config).items():
+            if unit.kind != "component" or COMPONENT_OF_WEIGHT[name.removesuffix(".weight")] == owners:
+                yield f"blocks.{layer}.{name}", shape
+    if unit.kind == "model":
+        yield "norm.weight", (config.hidden_size,)
+        if not config.tie_word_embeddings:
+            yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+
+
+# --- limits that every backend shares ----------------------------------------------------------------------------------
+
+DEFAULT_MAX_POSITIONS = 8192
+DEFAULT_CACHE_CAPACITY = 2048
+CACHE_ALIGNMENT_BYTES = 256
+
+
+def check_max_positions(max_positions: int | None, config: ModelConfig) -> int:
+    """The number of positions a graph is exported for; None means the default, or the context where that is shorter.
+
+    Raises:
+        InputError: it is below 1 or beyond the model's context.
+    """
+    if max_positions is None:
+        return min(DEFAULT_MAX_POSITIONS, config.context_length)
+    if not 1 <= max_positions <= config.context_length:
+        raise InputError(f"max_positions: got {max_positions}, expected 1 to {config.context_length}, the model's context")
+    return max_positions
+
+
+def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype: str, max_positions: int) -> int:
+    """The cache rows to allocate per sequence: rounded up so that a sequence's stride is a multiple of 256 bytes.
+
+    None means the smaller of 2,048 and `max_positions`: never a model's whole context by accident.
+
+    Raises:
+        InputError: it is below 1, or beyond the positions the graph was exported for.
+    """
+    wanted = min(DEFAULT_CACHE_CAPACITY, max_positions) if cache_capacity is None else cache_capacity
+    if not isinstance(wanted, int) or wanted < 1:
+        raise InputError(f"cache_capacity: got {wanted!r}, expected a whole number of at least 1")
+    row_bytes = config.n_kv_heads * config.head_dim * DTYPES[dtype].n_bytes
+    step = CACHE_ALIGNMENT_BYTES // math.gcd(row_bytes, CACHE_ALIGNMENT_BYTES)
+    capacity = -(-wanted // step) * step
+    if capacity > max_positions:
+        rounded = "" if capacity == wanted else f", {capacity} once rounded up to a multiple of {step}"
+        raise InputError(
+            f"cache_capacity: got {wanted}{rounded}, expected at most {max_positions}, the positions this graph was exported for; "
+            f"ask for at most {max_positions // step * step} or export again with a larger --max-positions"
+        )
+    return capacity

@@ -1,0 +1,91 @@
+"""The inputs that every comparison runs: multi-step scenarios for units with a cache, shapes for components."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from exporter.catalogue import ModelConfig
+from exporter.contract import BATCH, SEQUENCE, TOTAL, Contract, Unit, numpy_dtype
+from exporter.feeds import step_feeds
+from exporter.rope import rotation_table
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Consecutive steps over one cache.
+
+    Attributes:
+        name: what it shows.
+        capacity: cache rows allocated per sequence.
+        steps: new tokens of each row, one tuple [B] a step.
+        left_pad: leading padding of each row [B]; counted in the first step's tokens.
+        shift: added to every position of real tokens.
+    """
+
+    name: str
+    capacity: int
+    steps: tuple[tuple[int, ...], ...]
+    left_pad: tuple[int, ...] = ()
+    shift: int = 0
+
+    def feeds(self, contract: Contract, config: ModelConfig, rng: np.random.Generator) -> Iterator[dict[str, np.ndarray]]:
+        """The feeds of each step in turn, tokens or hidden states drawn from `rng`."""
+        first_input = contract.inputs[0]
+        past = np.zeros(len(self.steps[0]), np.int64)
+        left_pad = np.array(self.left_pad or [0] * len(past))
+        for lengths in self.steps:
+            seq_lens = np.array(lengths)
+            shape = (len(lengths), max(lengths))
+            if first_input.dtype == "int64":
+                x = rng.integers(0, config.vocab_size, shape)
+            else:
+                x = rng.standard_normal((*shape, config.hidden_size)).astype(numpy_dtype(first_input.dtype))
+            feeds = step_feeds(first_input.name, x, past, seq_lens, left_pad)
+            real = feeds["position_ids"] > 0
+            feeds["position_ids"] = feeds["position_ids"] + self.shift * real
+            yield feeds
+            past = past + seq_lens
+
+
+def cache_scenarios(max_positions: int) -> list[Scenario]:
+    """The scenarios of block, stack and model, fitted to the positions the graph was exported for.
+
+    Raises nothing; a graph of fewer than 8 positions gets the single-token scenario only.
+    """
+    capacity = min(32, max_positions)
+    if capacity < 8:
+        return [Scenario("empty cache", capacity, ((1,),))]
+    return [
+        Scenario("empty cache", capacity, ((1,),)),
+        Scenario("prefill", capacity, ((7, 7),)),
+        Scenario("decode", capacity, ((5, 5), (1, 1), (1, 1), (1, 1))),
+        Scenario("chunked prefill", capacity, ((3,), (4,), (1,))),
+        Scenario("ragged batch", capacity, ((1, 4, 6), (1, 1, 1), (2, 1, 1))),
+        Scenario("left-padded mask", capacity, ((6, 6, 6), (1, 1, 1)), left_pad=(0, 2, 5)),
+        Scenario("shifted positions", capacity, ((4,), (1,)), shift=max_positions),
+        Scenario("near capacity", capacity, ((capacity - 2,), (1,), (1,))),
+    ]
+
+
+COMPONENT_SIZES = ({BATCH: 1, SEQUENCE: 1, TOTAL: 1}, {BATCH: 2, SEQUENCE: 3, TOTAL: 7}, {BATCH: 3, SEQUENCE: 1, TOTAL: 9}, {BATCH: 1, SEQUENCE: 16, TOTAL: 16})
+
+
+def component_feeds(
+    contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
+    feeds = {}
+    for spec in contract.inputs:
+        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes]
+        if spec.name == "R":
+            feeds["R"] = rotation_table(config, shape[0])[: shape[0]]
+        elif spec.dtype == "bool":
+            past = sizes[TOTAL] - sizes[SEQUENCE]
+            visible = np.arange(sizes[TOTAL]) <= past + np.arange(sizes[SEQUENCE])[:, None]
+            feeds[spec.name] = np.broadcast_to(visible, shape).copy()
+        else:
+            feeds[spec.name] = rng.standard_normal(shape).astype(numpy_dtype(spec.dtype))
+    return feeds

@@ -1,0 +1,66 @@
+"""The eager stepper: the eager definition itself, in PyTorch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exporter.bundle import Bundle
+from exporter.catalogue import ModelConfig
+from exporter.contract import Unit, graph_contract
+from exporter.steppers.protocol import HostCache, Stepper
+from exporter.store import GraphWeights
+from exporter.weights import WeightSource, load_eager
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    """A tensor over the array's memory; numpy's bfloat16 (ml_dtypes) is torch's."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The inverse of `to_torch`."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+class EagerStepper(Stepper):
+    """Runs a unit's eager module; the cache is host memory that torch writes into directly."""
+
+    backend = "eager"
+
+    def __init__(self, config: ModelConfig, unit: Unit, dtype: str, module: nn.Module) -> None:
+        self.contract = graph_contract(config, unit, dtype)
+        self.description = f"eager PyTorch {torch.__version__} on the CPU"
+        self.module = module
+
+    @classmethod
+    def from_weights(cls, config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weights: WeightSource) -> EagerStepper:
+        """Fills the eager module from any weight source, such as the checkpoint a bundle is made from."""
+        return cls(config, unit, dtype, load_eager(config, unit, max_positions, weights, dtype))
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> EagerStepper:
+        """Fills the eager module from the weights that the bundle's graph uses, mapped from its data file."""
+        manifest = bundle.manifest
+        weights = GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
+        return cls.from_weights(manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, weights)
+
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        return HostCache(self.contract, n_rows, capacity)
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        inputs = [to_torch(np.ascontiguousarray(feeds[spec.name])) for spec in self.contract.step_inputs]
+        rows = slice(first_row, first_row + len(inputs[0]))
+        past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
+        with torch.inference_mode():
+            results = self.module(*inputs, *past)
+        results = results if isinstance(results, tuple) else (results,)
+        return {spec.name: to_numpy(result) for spec, result in zip(self.contract.step_outputs, results, strict=True)}

@@ -1,0 +1,132 @@
+"""The onnxruntime stepper: the bundle's graph in an InferenceSession, its cache updated in place through IOBinding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnxruntime
+
+from exporter.bundle import Bundle
+from exporter.contract import ONNX_TYPES, Contract, numpy_dtype
+from exporter.errors import BackendError, BundleError
+from exporter.steppers.protocol import Cache, HostCache, Stepper
+
+DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+class CudaCache(Cache):
+    """A cache in the memory of CUDA device 0, held in onnxruntime's own allocations.
+
+    Attributes:
+        values: key and value of each layer, [rows, K, C, D].
+    """
+
+    def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
+        self.n_rows, self.capacity = n_rows, capacity
+        self.values = [
+            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)), "cuda", 0)
+            for spec in contract.cache_specs
+        ]
+
+    def zero(self, row: int, start: int, stop: int) -> None:
+        for value in self.values:
+            host = value.numpy()
+            host[row, :, start:stop] = 0
+            value.update_inplace(host)
+
+    def read(self, row: int, length: int) -> list[np.ndarray]:
+        return [value.numpy()[row, :, :length].copy() for value in self.values]
+
+    def write(self, row: int, tensors: list[np.ndarray]) -> None:
+        for value, tensor in zip(self.values, tensors, strict=True):
+            host = value.numpy()
+            host[row, :, : tensor.shape[1]] = tensor
+            value.update_inplace(host)
+
+
+class OnnxruntimeStepper(Stepper):
+    """Runs a graph on one execution provider.
+
+    Past and present of a layer are bound to one address: onnxruntime then writes the new rows and copies nothing.
+
+    Raises:
+        BackendError: the provider is not in this onnxruntime, or did not start, or cannot run this dtype.
+    """
+
+    backend = "onnxruntime"
+
+    def __init__(self, graph_path: str, contract: Contract, dtype: str, provider: str | None = None) -> None:
+        provider = provider or "CPUExecutionProvider"
+        _check_provider(provider, dtype)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            self._session = onnxruntime.InferenceSession(graph_path, options, providers=[provider])
+        except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
+            raise BundleError(f"{graph_path}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
+        if self._session.get_providers()[0] != provider:
+            raise BackendError(
+                f"onnxruntime: {provider} was asked for and did not start, {self._session.get_providers()[0]} would run instead; "
+                "install its libraries and driver, or ask for CPUExecutionProvider"
+            )
+        self.contract = contract
+        self.description = f"onnxruntime {onnxruntime.__version__} on {provider}"
+        self._device = DEVICES[provider]
+        self._types = {spec.name: ONNX_TYPES[spec.dtype] for spec in (*contract.inputs, *contract.outputs)}
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle, provider: str | None = None) -> OnnxruntimeStepper:
+        return cls(str(bundle.graph_path), bundle.manifest.contract, bundle.manifest.dtype, provider)
+
+    def new_cache(self, n_rows: int, capacity: int) -> Cache:
+        kind = HostCache if self._device == "cpu" else CudaCache
+        return kind(self.contract, n_rows, capacity)
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        binding = self._session.io_binding()
+        held = [np.ascontiguousarray(feeds[spec.name]) for spec in self.contract.step_inputs]  # bound by address: kept alive
+        for spec, array in zip(self.contract.step_inputs, held, strict=True):
+            binding.bind_input(spec.name, "cpu", 0, self._types[spec.name], array.shape, array.ctypes.data)
+        for spec in self.contract.step_outputs:
+            binding.bind_output(spec.name, "cpu")
+        if cache is not None:
+            self._bind_cache(binding, cache, first_row, len(held[0]))
+        self._session.run_with_iobinding(binding)
+        # outputs come in the order they were bound, which is not the graph's
+        results = binding.get_outputs()[: len(self.contract.step_outputs)]
+        return {spec.name: result.numpy() for spec, result in zip(self.contract.step_outputs, results, strict=True)}
+
+    def _bind_cache(self, binding: onnxruntime.IOBinding, cache: Cache, first_row: int, n_rows: int) -> None:
+        for (past, present), spec, (address, stride) in zip(
+            self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True
+        ):
+            shape = (n_rows, spec.axes[1], cache.capacity, spec.axes[3])
+            start = address + first_row * stride
+            binding.bind_input(past, self._device, 0, self._types[past], shape, start)
+            binding.bind_output(present, self._device, 0, self._types[present], shape, start)
+
+    def close(self) -> None:
+        del self._session
+
+
+def _buffers(cache: Cache) -> list[tuple[int, int]]:
+    """Address and bytes per row of every cache tensor."""
+    if isinstance(cache, HostCache):
+        return [(array.ctypes.data, array.strides[0]) for array in cache.arrays]
+    return [(value.data_ptr(), value.tensor_size_in_bytes() // cache.n_rows) for value in cache.values]
+
+
+def _check_provider(provider: str, dtype: str) -> None:
+    available = [name for name in onnxruntime.get_available_providers() if name in DEVICES]
+    if provider not in DEVICES:
+        raise BackendError(f"onnxruntime: got provider {provider!r}, expected one of {', '.join(DEVICES)}")
+    if provider not in available:
+        raise BackendError(
+            f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA"
+        )
+    if dtype == "bf16" and provider == "CPUExecutionProvider":
+        raise BackendError(
+            "onnxruntime: CPUExecutionProvider has no bf16 kernels (MatMul, Mul, Attention …); "
+            "decode this bundle with the eager backend or TensorRT, or export it with --dtype fp16 or fp32"
+        )

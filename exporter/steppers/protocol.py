@@ -1,0 +1,93 @@
+"""What every stepper offers: run a step on feeds and cache rows, and own the memory its cache lives in.
+
+A stepper trusts its caller: feeds obey the contract and fit the cache. The runtime checks that before each step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+
+from exporter.contract import Contract, numpy_dtype
+
+
+class Cache(ABC):
+    """Past and present of every layer, one buffer each: [rows, K, C, D] in the bundle's dtype, zeroed when made.
+
+    Attributes:
+        n_rows: sequences it holds.
+        capacity: tokens each row can hold.
+    """
+
+    n_rows: int
+    capacity: int
+
+    @abstractmethod
+    def zero(self, row: int, start: int, stop: int) -> None:
+        """Zeroes tokens start … stop − 1 of one row in every layer."""
+
+    @abstractmethod
+    def read(self, row: int, length: int) -> list[np.ndarray]:
+        """A copy of the first `length` tokens of one row: key, value of each layer, [K, length, D] each."""
+
+    @abstractmethod
+    def write(self, row: int, tensors: list[np.ndarray]) -> None:
+        """Puts back what `read` gave, at the row's start."""
+
+
+class HostCache(Cache):
+    """A cache in the host's memory.
+
+    Attributes:
+        arrays: key and value of each layer, [rows, K, C, D].
+    """
+
+    def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
+        self.n_rows, self.capacity = n_rows, capacity
+        self.arrays = [
+            np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in contract.cache_specs
+        ]
+
+    def zero(self, row: int, start: int, stop: int) -> None:
+        for array in self.arrays:
+            array[row, :, start:stop] = 0
+
+    def read(self, row: int, length: int) -> list[np.ndarray]:
+        return [array[row, :, :length].copy() for array in self.arrays]
+
+    def write(self, row: int, tensors: list[np.ndarray]) -> None:
+        for array, tensor in zip(self.arrays, tensors, strict=True):
+            array[row, :, : tensor.shape[1]] = tensor
+
+
+class Stepper(ABC):
+    """Runs steps of one graph.
+
+    Attributes:
+        backend: "eager", "onnxruntime", "tensorrt" or "interpreter".
+        description: backend, version and device in words, for reports.
+        contract: inputs and outputs of the graph.
+    """
+
+    backend: str
+    description: str
+    contract: Contract
+
+    @abstractmethod
+    def new_cache(self, n_rows: int, capacity: int) -> Cache:
+        """A zeroed cache in the memory this stepper computes in."""
+
+    @abstractmethod
+    def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        """Runs one step and returns the outputs by name, cache outputs left out.
+
+        Args:
+            feeds: every input of the contract except past tensors, by name; their batch is B.
+            cache: updated in place, rows first_row … first_row + B − 1; None for a component.
+            first_row: the first cache row that takes part.
+        """
+
+    def close(self) -> None:
+        """Frees what the stepper holds; it cannot be used afterwards."""

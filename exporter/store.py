@@ -1,0 +1,118 @@
+"""Writes weights into an assembled graph's external data, one tensor at a time, and reads them back.
+
+Memory: the largest slice, not the model. A tensor above SLICE_BYTES is read and converted a slice of columns at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
+from exporter.bundle import DATA_FILE, GRAPH_FILE
+from exporter.catalogue import ModelConfig
+from exporter.contract import DTYPES, ONNX_TYPES
+from exporter.rope import rotation_table
+from exporter.weights import TORCH_DTYPES, WeightSource
+
+ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
+SLICE_BYTES = 256 * 2**20
+
+
+def write_graph(
+    graph: AssembledGraph,
+    folder: Path,
+    config: ModelConfig,
+    weights: WeightSource,
+    progress: Callable[[int], None] = lambda n_bytes: None,
+) -> dict[str, str]:
+    """Writes model.onnx and model.onnx.data into `folder`; returns the SHA-256 of each file.
+
+    Args:
+        graph: the assembled graph; its initializers are pointed at the data file.
+        weights: where the values come from, by canonical name.
+        progress: called with the number of bytes just written.
+    """
+    digest = hashlib.sha256()
+    initializers = graph.model.graph.initializers
+    offset = 0
+    with open(folder / DATA_FILE, "wb") as file:
+
+        def emit(data: memoryview | bytes) -> None:
+            file.write(data)
+            digest.update(data)
+            progress(len(data))
+
+        for stored in graph.stored:
+            padding = -offset % ALIGNMENT_BYTES
+            emit(bytes(padding))
+            offset += padding
+            start = file.tell()
+            for chunk in _chunks(stored, config, weights):
+                emit(memoryview(chunk.contiguous().view(torch.uint8).numpy()).cast("B"))
+            length = file.tell() - start
+            value = initializers[stored.name]
+            value.const_value = ir.ExternalTensor(
+                DATA_FILE, offset, length, ir.DataType(ONNX_TYPES[stored.dtype]), shape=ir.Shape(stored.shape), name=stored.name
+            )
+            offset += length
+    model = ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
+    (folder / GRAPH_FILE).write_bytes(model)
+    return {DATA_FILE: digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}
+
+
+def _chunks(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Tensor]:
+    """The stored tensor's rows in file order, converted, in pieces of bounded size."""
+    dtype = TORCH_DTYPES[stored.dtype]
+    if stored.weight in ROPE_TABLES:
+        table = rotation_table(config, stored.shape[0] // 2)
+        yield torch.from_numpy(table[:, :, ROPE_TABLES.index(stored.weight)]).to(dtype)
+        return
+    if not stored.transposed:
+        yield weights.read(stored.weight).to(dtype)
+        return
+    columns, rows = stored.shape  # of the weight [rows, columns]; a slice of its columns is a run of stored rows
+    step = max(1, SLICE_BYTES // (rows * 4))
+    for start in range(0, columns, step):
+        yield weights.read(stored.weight, slice(start, min(start + step, columns))).to(dtype).T
+
+
+class GraphWeights:
+    """A bundle's own weights as a source, mapped from its data file: nothing is copied until it is read.
+
+    Raises (on construction):
+        OSError: the data file cannot be mapped.
+    """
+
+    def __init__(self, folder: Path, first_layer: int, description: dict) -> None:
+        self.description = description
+        self._data = np.memmap(folder / DATA_FILE, dtype=np.uint8, mode="c")  # private: torch wants writable memory
+        self._tensors = {}
+        for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
+            if tensor.external_data:
+                self._tensors[_canonical(tensor.name, first_layer)] = tensor
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        tensor = self._tensors[name]
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        start, length = int(where["offset"]), int(where["length"])
+        dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
+        raw = torch.from_numpy(np.asarray(self._data[start : start + length]))
+        weight = raw.view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
+        if name.startswith("blocks.") and weight.dim() == 2:
+            weight = weight.T  # stored [in, out]
+        return weight[..., columns]
+
+
+def _canonical(name: str, first_layer: int) -> str:
+    parts = name.split(".")
+    if parts[0] == "blocks":
+        parts[1] = str(int(parts[1]) + first_layer)
+    return ".".join(parts)

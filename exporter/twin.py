@@ -1,0 +1,54 @@
+"""The float32 twin of a bf16 graph: the same nodes with every bf16 value widened to float32.
+
+onnxruntime's CPU provider has no bf16 kernels, so this is how a bf16 graph is validated there: its weights are rounded to
+bf16, as they are in the bundle, and then computed with in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from exporter.bundle import DATA_FILE, GRAPH_FILE
+from exporter.contract import DTYPES
+
+_BFLOAT16 = DTYPES["bf16"].numpy
+
+
+def write_float32_twin(bundle_folder: Path, folder: Path) -> Path:
+    """Writes the twin of a bundle's graph into `folder`, one tensor in memory at a time; returns the path of its graph."""
+    model = onnx.load(bundle_folder / GRAPH_FILE, load_external_data=False)
+    data = np.memmap(bundle_folder / DATA_FILE, dtype=np.uint8, mode="r")
+    with open(folder / DATA_FILE, "wb") as file:
+        for tensor in model.graph.initializer:
+            if tensor.external_data:
+                _widen_external(tensor, data, file)
+            elif tensor.data_type == TensorProto.BFLOAT16:
+                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.BFLOAT16:
+                attribute.i = TensorProto.FLOAT
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    onnx.save(model, folder / GRAPH_FILE)
+    return folder / GRAPH_FILE
+
+
+def _widen_external(tensor: TensorProto, data: np.ndarray, file) -> None:
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    start, length = int(where["offset"]), int(where["length"])
+    raw = np.asarray(data[start : start + length])
+    if tensor.data_type == TensorProto.BFLOAT16:
+        raw = raw.view(_BFLOAT16).astype(np.float32)
+        tensor.data_type = TensorProto.FLOAT
+    file.write(bytes(-file.tell() % 4096))
+    new = {"location": DATA_FILE, "offset": file.tell(), "length": raw.nbytes}
+    file.write(raw.tobytes())
+    del tensor.external_data[:]
+    for key, value in new.items():
+        tensor.external_data.add(key=key, value=str(value))

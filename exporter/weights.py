@@ -1,0 +1,76 @@
+"""Where weights come from: one interface, read one tensor (or a slice of its columns) at a time.
+
+Names and layouts are the contract's: projections are [out, in], q and k rows in Meta's order (adjacent RoPE pairs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from exporter.block import canonical_name, eager_module
+from exporter.catalogue import ModelConfig
+from exporter.contract import Unit, weight_shapes
+
+TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class WeightSource(Protocol):
+    """Weights of a whole model or of a part of it, by canonical name."""
+
+    description: dict  # what the manifest says of them, e.g. {"source": "random", "seed": 0}
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis."""
+        ...
+
+
+class RandomWeights:
+    """Reproducible random weights: each tensor depends on the seed and its own name only, so a slice equals its whole.
+
+    Projections are N(0, 1/in), which keeps activations of order 1; norms are spread around 1, so that leaving one out shows.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.description = {"source": "random", "seed": seed}
+        self._seed = seed
+        self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        shape = self._shapes[name]
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            noise.mul_(0.1).add_(1.0)
+        elif name != "embedding.weight":
+            noise.mul_(shape[-1] ** -0.5)
+        return noise[..., columns]
+
+
+class RoundedWeights:
+    """Another source's weights rounded to a narrower dtype and widened to float32: what a bf16 bundle's twin computes with."""
+
+    def __init__(self, weights: WeightSource, dtype: str) -> None:
+        self.description = weights.description
+        self._weights, self._dtype = weights, TORCH_DTYPES[dtype]
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        return self._weights.read(name, columns).to(self._dtype).float()
+
+
+def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: WeightSource, dtype: str) -> nn.Module:
+    """The eager module of a unit, its parameters filled from `weights` in `dtype`, ready to run."""
+    with torch.device("meta"):
+        module = eager_module(config, unit, max_positions)
+    stored: dict[str, Tensor] = {}
+    for name in weight_shapes(config, unit):
+        stored[name] = weights.read(name).to(TORCH_DTYPES[dtype])
+    if config.tie_word_embeddings and unit.kind == "model":
+        stored["lm_head.weight"] = stored["embedding.weight"]
+    state = {parameter: stored[canonical_name(unit, parameter)] for parameter in module.state_dict()}
+    module.load_state_dict(state, assign=True)
+    return module.eval().requires_grad_(False)
