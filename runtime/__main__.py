@@ -1,0 +1,132 @@
+"""`python -m runtime`: decode (time a bundle on random input) and generate (text from a whole model)."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import numpy as np
+from rich.table import Table
+
+from exporter import cli
+from exporter.bundle import Bundle
+from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
+from exporter.errors import InputError
+from runtime.generation import Generation
+from runtime.sampling import Sampler
+from runtime.session import BACKENDS, DecodeSession
+from runtime.text import TextStream, open_tokenizer
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="blockline-run", description="Decode from a bundle with an in-place KV cache.")
+    commands = parser.add_subparsers(title="commands", required=True)
+
+    decode = commands.add_parser("decode", help="prefill and decode on random input; print the time of each step")
+    _add_session_arguments(decode)
+    decode.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    decode.add_argument("--prompt-len", type=int, default=16, metavar="N", help="tokens to prefill (default 16)")
+    decode.add_argument("--steps", type=int, default=16, metavar="N", help="tokens to decode after it (default 16)")
+    cli.add_format(decode)
+    decode.set_defaults(run=_decode)
+
+    generate = commands.add_parser("generate", help="continue a prompt; text goes to stdout as it appears")
+    _add_session_arguments(generate)
+    generate.add_argument("--prompt", required=True, metavar="TEXT", help="raw text to continue")
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to add (default 64)")
+    generate.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (the default, unless --top-k or --top-p is given)")
+    generate.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
+    generate.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens that reach probability X")
+    generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+def _add_session_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    parser.add_argument("--backend", default="auto", metavar="NAME", help=f"one of {', '.join(BACKENDS)} (default auto)")
+    parser.add_argument("--provider", metavar="NAME", help="onnxruntime execution provider (default CPUExecutionProvider)")
+    parser.add_argument("--cache-capacity", type=int, metavar="N", help=f"tokens a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)")
+
+
+def _open(arguments: argparse.Namespace, max_batch: int) -> DecodeSession:
+    session = DecodeSession.open(
+        arguments.bundle, arguments.backend, arguments.provider, max_batch=max_batch, cache_capacity=arguments.cache_capacity
+    )
+    cli.say(f"backend: {session.description}; cache: {max_batch} × {session.cache_capacity} tokens")
+    return session
+
+
+def _decode(arguments: argparse.Namespace) -> None:
+    for name in ("batch", "prompt_len", "steps"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}, expected at least 1")
+    with _open(arguments, arguments.batch) as session:
+        result = _time_steps(session, arguments.batch, arguments.prompt_len, arguments.steps)
+    if arguments.format == "json":
+        cli.print_json(result)
+        return
+    table = Table("", "tokens", "median", "rate", title=f"{result['unit']}, {result['dtype']}, {result['backend']}", title_justify="left")
+    for name in ("prefill", "decode"):
+        part = result[name]
+        table.add_row(name, f"{part['tokens']:,}", f"{part['median_ms']:.2f} ms", f"{part['tok_s']:,.1f} tok/s")
+    cli.stderr.print(table)
+    cli.say(f"lengths {result['lengths']} of {result['cache_capacity']}; outputs are finite")
+
+
+def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int) -> dict:
+    """Prefills, then decodes `steps` times; times are medians in milliseconds, outputs fed back where they are tokens."""
+    rng = np.random.default_rng(0)
+    config, is_model = session.manifest.config, session.manifest.unit.kind == "model"
+
+    def draw(width: int) -> np.ndarray:
+        if is_model:
+            return rng.integers(0, config.vocab_size, (batch, width))
+        return rng.standard_normal((batch, width, config.hidden_size)).astype(numpy_dtype(session.manifest.dtype))
+
+    started = time.perf_counter()
+    output = session.prefill(draw(prompt_len))
+    prefill_ms = (time.perf_counter() - started) * 1e3
+    times_ms = []
+    for _ in range(steps):
+        x = output.argmax(-1) if is_model else draw(1)
+        started = time.perf_counter()
+        output = session.decode(x)
+        times_ms.append((time.perf_counter() - started) * 1e3)
+    decode_ms = statistics.median(times_ms)
+    return {
+        "unit": str(session.manifest.unit),
+        "dtype": session.manifest.dtype,
+        "backend": session.description,
+        "cache_capacity": session.cache_capacity,
+        "lengths": session.lengths.tolist(),
+        "prefill": {"tokens": batch * prompt_len, "median_ms": prefill_ms, "tok_s": batch * prompt_len / prefill_ms * 1e3},
+        "decode": {"tokens": batch * steps, "median_ms": decode_ms, "tok_s": batch / decode_ms * 1e3},
+    }
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    bundle = Bundle.open(arguments.bundle)
+    if bundle.manifest.has_random_weights:
+        raise InputError(f"bundle {arguments.bundle}: its weights are random, its text would mean nothing; export it from a --checkpoint")
+    tokenizer = open_tokenizer(bundle)
+    sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    with _open(arguments, max_batch=1) as session:
+        generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, sampler)
+        stream, count, started = TextStream(tokenizer), 0, time.perf_counter()
+        for token in generation:
+            count += 1
+            print(stream.push(token), end="", flush=True)
+        print(stream.flush(), flush=True)
+        seconds = time.perf_counter() - started
+    cli.say(f"{count} tokens in {seconds:.2f} s, prompt of {len(generation.prompt)}; stopped by {generation.stopped_by}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return cli.run(lambda parsed: parsed.run(parsed), _parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
