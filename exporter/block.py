@@ -41,14 +41,14 @@ class RMSNorm(nn.Module):
 
 
 def rotate(heads: Tensor, R: Tensor) -> Tensor:
-    """Turns each adjacent feature pair of heads [B, H, T, D] by R float32 [B or 1, T, D/2, 2] (cos, sin), in float32."""
+    """Turns each adjacent feature pair of heads [B, H, T, D] by R float32 [B, T, D/2, 2] or [T, D/2, 2] (cos, sin), in float32."""
     pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    turned = pairs * torch.view_as_complex(R.contiguous()).unsqueeze(1)
+    turned = pairs * torch.view_as_complex(R.contiguous()).unsqueeze(-3)  # one rotation for all heads
     return torch.view_as_real(turned).flatten(-2).to(heads.dtype)
 
 
 class PrepareQKV(nn.Module):
-    """x [B, T, E] and R [B or 1, T, D/2, 2] → Q_r [B, H, T, D], K_r [B, K, T, D], V [B, K, T, D] (not rotated)."""
+    """x [B, T, E] and R float32 [B, T, D/2, 2] or [T, D/2, 2] → Q_r [B, H, T, D], K_r [B, K, T, D], V [B, K, T, D] (not rotated)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.store import write_graph
+from exporter.store import GraphWeights, write_graph
 from exporter.tolerances import eager_vs_onnxruntime
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, summarize, validate
@@ -125,9 +125,10 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
 
 
 def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> tuple[dict, list[Comparison]]:
-    """Compares the eager definition with the bundle's graph in onnxruntime, in every scenario.
+    """Compares the bundle's graph in onnxruntime with the eager definition, in every scenario.
 
-    A bf16 bundle goes through its float32 twin, and the result says so.
+    The eager definition computes in float32 over weights rounded to the bundle's dtype. A bf16 bundle is run as its float32
+    twin, and the result says so.
 
     Args:
         bundle: an opened bundle.
@@ -139,18 +140,17 @@ def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: i
         The section for report.json, and the comparisons it was made from.
     """
     manifest = bundle.manifest
+    config, unit = manifest.config, manifest.unit
     if weights is None:
-        from exporter.store import GraphWeights
-
-        weights = GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
+        weights = GraphWeights(bundle.folder, unit.first_layer, manifest.weights)
+    tolerance = eager_vs_onnxruntime(unit, manifest.dtype)
+    reference = EagerStepper.from_weights(config, unit, "fp32", manifest.max_positions, RoundedWeights(weights, manifest.dtype))
     with tempfile.TemporaryDirectory() as scratch:
         graph_path, dtype = bundle.graph_path, manifest.dtype
         if dtype == "bf16":
-            graph_path, dtype, weights = write_float32_twin(bundle.folder, Path(scratch)), "fp32", RoundedWeights(weights, "bf16")
-        reference = EagerStepper.from_weights(manifest.config, manifest.unit, dtype, manifest.max_positions, weights)
-        candidate = OnnxruntimeStepper(str(graph_path), graph_contract(manifest.config, manifest.unit, dtype), dtype)
-        tolerance = eager_vs_onnxruntime(manifest.unit, manifest.dtype)
-        comparisons = validate(manifest.config, manifest.unit, manifest.max_positions, reference, candidate, tolerance, seed)
+            graph_path, dtype = write_float32_twin(bundle.folder, Path(scratch)), "fp32"
+        candidate = OnnxruntimeStepper(str(graph_path), graph_contract(config, unit, dtype), dtype)
+        comparisons = validate(config, unit, manifest.max_positions, reference, candidate, tolerance, seed)
     section = summarize(comparisons, reference, candidate, tolerance)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
     return section, comparisons

@@ -52,7 +52,7 @@ class RandomWeights:
 
 
 class RoundedWeights:
-    """Another source's weights rounded to a narrower dtype and widened to float32: what a bf16 bundle's twin computes with."""
+    """Another source's weights rounded to a bundle's dtype and widened to float32: what its reference computes with."""
 
     def __init__(self, weights: WeightSource, dtype: str) -> None:
         self.description = weights.description

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 from rich.table import Table
+from tokenizers import Tokenizer
 
 from exporter import cli
 from exporter.bundle import Bundle
@@ -41,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens that reach probability X")
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     generate.set_defaults(run=_generate)
+
+    report = commands.add_parser("report", help="what a bundle is, what was measured of it, and what it says to a prompt")
+    _add_session_arguments(report)
+    report.add_argument("--prompt", required=True, metavar="TEXT", help="raw text to continue")
+    report.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="most tokens to add (default 16)")
+    report.set_defaults(run=_report)
     return parser
 
 
@@ -108,10 +115,7 @@ def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    bundle = Bundle.open(arguments.bundle)
-    if bundle.manifest.has_random_weights:
-        raise InputError(f"bundle {arguments.bundle}: its weights are random, its text would mean nothing; export it from a --checkpoint")
-    tokenizer = open_tokenizer(bundle)
+    bundle, tokenizer = _open_text_bundle(arguments.bundle)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with _open(arguments, max_batch=1) as session:
         generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, sampler)
@@ -122,6 +126,34 @@ def _generate(arguments: argparse.Namespace) -> None:
         print(stream.flush(), flush=True)
         seconds = time.perf_counter() - started
     cli.say(f"{count} tokens in {seconds:.2f} s, prompt of {len(generation.prompt)}; stopped by {generation.stopped_by}")
+
+
+def _open_text_bundle(folder: str) -> tuple[Bundle, Tokenizer]:
+    bundle = Bundle.open(folder)
+    if bundle.manifest.has_random_weights:
+        raise InputError(f"bundle {folder}: its weights are random, its text would mean nothing; export it from a --checkpoint")
+    return bundle, open_tokenizer(bundle)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    bundle, tokenizer = _open_text_bundle(arguments.bundle)
+    manifest, validation = bundle.manifest, bundle.read_report().get("validation")
+    with _open(arguments, max_batch=1) as session:
+        generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, Sampler())
+        started = time.perf_counter()
+        text = tokenizer.decode(list(generation))
+        seconds = time.perf_counter() - started
+        table = Table.grid(padding=(0, 2))
+        table.add_row("bundle", str(bundle.folder))
+        table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
+        if validation:
+            verdict = "PASSED" if validation["passed"] else "FAILED"
+            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['tolerance']['allowed']:.0e} allowed")
+        table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
+        table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
+        table.add_row("prompt", arguments.prompt)
+    cli.stderr.print(table)
+    print(f"text      {text!r}")
 
 
 def main(arguments: list[str] | None = None) -> int:

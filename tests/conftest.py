@@ -1,0 +1,64 @@
+"""What the tests share: a tiny geometry, bundles exported once, and the small real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from exporter.bundle import Bundle
+from exporter.catalogue import ModelConfig
+from exporter.contract import Unit
+from exporter.export import ExportRequest, export_bundle
+from exporter.weights import RandomWeights
+
+ROOT = Path(__file__).parent.parent
+MAX_POSITIONS = 64
+TINY = ModelConfig(
+    hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory):
+    """Exports a unit of the tiny model once per (unit, dtype, layers, logits) and returns the opened bundle."""
+    exported: dict[tuple, Bundle] = {}
+
+    def export(unit: str = "block", dtype: str = "fp32", layers: str | None = None, logits: str = "last") -> Bundle:
+        key = (unit, dtype, layers, logits)
+        if key not in exported:
+            request = ExportRequest(TINY, Unit.parse(unit, TINY, layers, logits), RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
+            folder = tmp_path_factory.mktemp("bundles") / "bundle"
+            export_bundle(request, folder, validated=False)
+            exported[key] = Bundle.open(folder)
+        return exported[key]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def smollm2_checkpoint() -> Path:
+    """The real model's checkpoint folder, fetched on first use."""
+    from exporter.checkpoint.smollm2 import import_smollm2
+
+    return import_smollm2(ROOT / "build" / "checkpoints" / "smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(smollm2_checkpoint, tmp_path_factory):
+    """The whole real model, exported and validated once per dtype."""
+    from exporter.checkpoint.huggingface import open_huggingface
+
+    exported: dict[str, Bundle] = {}
+
+    def export(dtype: str) -> Bundle:
+        if dtype not in exported:
+            opened = open_huggingface(smollm2_checkpoint)
+            request = ExportRequest(
+                opened.config, Unit.parse("model", opened.config), opened.weights, dtype,
+                end_token_ids=opened.end_token_ids, tokenizer_files=opened.tokenizer_files,
+            )  # fmt: skip
+            exported[dtype] = export_bundle(request, tmp_path_factory.mktemp("smollm2") / dtype)
+        return exported[dtype]
+
+    return export
