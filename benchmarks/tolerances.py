@@ -1,6 +1,6 @@
 """Measures the "measured" column of exporter/tolerances.py: eager against onnxruntime over ten seeds, and real weights.
 
-    python -m benchmarks.tolerances [CHECKPOINT]
+python -m benchmarks.tolerances [CHECKPOINT]
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from exporter.export import ExportRequest, export_bundle, validate_bundle
 from exporter.weights import RandomWeights
 
 SEEDS = range(10)
-TINY = ModelConfig(
-    hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128
-)
+TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128)
 
 
 def cases(checkpoint: str | None):

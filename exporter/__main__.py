@@ -24,7 +24,9 @@ def _parser() -> argparse.ArgumentParser:
 
     params = commands.add_parser("params", help="print what a model costs: parameters, bytes, KV cache, FLOPs")
     params.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")
-    params.add_argument("--past-len", type=int, default=DEFAULT_PAST_LEN, metavar="P", help="cached tokens that the decoded token reads (default 1000)")
+    params.add_argument(
+        "--past-len", type=int, default=DEFAULT_PAST_LEN, metavar="P", help="cached tokens that the decoded token reads (default 1000)"
+    )
     cli.add_format(params)
     params.set_defaults(run=_params)
 
@@ -52,12 +54,16 @@ def _parser() -> argparse.ArgumentParser:
 def _add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--model", metavar="NAME", help=f"geometry from the catalogue, with random weights: {', '.join(CATALOGUE)}")
     export.add_argument("--checkpoint", metavar="DIR", help="Hugging Face folder: geometry and weights")
-    export.add_argument("--unit", default="block", metavar="UNIT", help=f"block (default), stack, model or component:NAME, NAME one of {', '.join(COMPONENTS)}")
+    export.add_argument(
+        "--unit", default="block", metavar="UNIT", help=f"block (default), stack, model or component:NAME, NAME one of {', '.join(COMPONENTS)}"
+    )
     export.add_argument("--layers", metavar="N|A:B", help="the first N layers, or layers A to B-1; a block takes layer 0")
     export.add_argument("--dtype", default="fp16", metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (default fp16)")
     export.add_argument("--attention-dtype", metavar="DTYPE", help="fp32 computes attention in float32 between casts (default: the dtype)")
     export.add_argument("--seed", type=int, default=0, help="of random weights, where there is no checkpoint (default 0)")
-    export.add_argument("--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)")
+    export.add_argument(
+        "--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)"
+    )
     export.add_argument("--logits", default="last", metavar="WHICH", help=f"a model's logits: one of {', '.join(LOGITS)} (default last)")
     export.add_argument("--no-validate", action="store_true", help="skip the comparison with the eager definition")
     export.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to make; an older bundle there is replaced")
@@ -150,7 +156,9 @@ def _export(arguments: argparse.Namespace) -> None:
     report = bundle.read_report()
     if "validation" in report:
         section = report["validation"]
-        cli.say(f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['tolerance']['allowed']:.0e}, through {section['through']}")
+        cli.say(
+            f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['tolerance']['allowed']:.0e}, through {section['through']}"
+        )
     else:
         cli.say("not validated, as asked")
     size = sum(entry["size_bytes"] for entry in bundle.manifest.files.values())
@@ -201,7 +209,15 @@ def _validate(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         cli.print_json(section)
     else:
-        table = Table("scenario", "tensor", "shapes", "largest error", "result", title=f"{section['reference']} against {section['candidate']}", title_justify="left")
+        table = Table(
+            "scenario",
+            "tensor",
+            "shapes",
+            "largest error",
+            "result",
+            title=f"{section['reference']} against {section['candidate']}",
+            title_justify="left",
+        )
         for c in comparisons:
             shapes = " ".join("×".join(map(str, shape)) for shape in c.shapes[:3]) + (" …" if len(c.shapes) > 3 else "")
             table.add_row(c.scenario, c.tensor, shapes, f"{c.max_error:.2e}", "PASSED" if c.passed else "FAILED")

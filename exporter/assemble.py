@@ -89,9 +89,7 @@ class _Assembly:
         step = self.values
         cos, sin, visible, total, real = self._prologue(config, max_positions)
         if unit.kind == "model":
-            embedding = trace_fragment(
-                lambda: traced.Embedding(config), self.dtype, [_spec("input_ids", "int64", BATCH, SEQUENCE)], ["embedding"]
-            )
+            embedding = trace_fragment(lambda: traced.Embedding(config), self.dtype, [_spec("input_ids", "int64", BATCH, SEQUENCE)], ["embedding"])
             (hidden,) = self.add(embedding, [step["input_ids"]], "", {"weight": ("embedding.weight", "embedding.weight", False)})
         else:
             hidden = step["hidden_states"]
@@ -142,9 +140,7 @@ class _Assembly:
         arguments = [hidden, self.values["write_indices"], self.values["attention_mask"]]
         (self.outputs["logits"],) = self.add(fragment, arguments, "", weights)
 
-    def add(
-        self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]
-    ) -> list[ir.Value]:
+    def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]) -> list[ir.Value]:
         """Clones a fragment's nodes onto `arguments`; returns its outputs.
 
         `weights` maps each parameter to (graph name, canonical weight name, stored transposed).

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.catalogue import ModelConfig
-from exporter.contract import DTYPES, OPSET, Contract, TensorSpec, Unit, graph_contract
+from exporter.contract import DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
 from exporter.errors import BundleError, InputError
 
 FORMAT_VERSION = 1
@@ -114,9 +115,7 @@ class Manifest:
             version = data.get("format_version") if isinstance(data, dict) else None
             raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
         if set(data) != _MANIFEST_KEYS:
-            raise BundleError(
-                f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}"
-            )
+            raise BundleError(f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}")
         try:
             manifest = cls(
                 config=ModelConfig.from_dict(data["config"]),
@@ -138,9 +137,28 @@ class Manifest:
             raise BundleError(f"{subject}: malformed ({error}); export the bundle again") from None
         if manifest.contract != expected:
             raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
+        problem = _first_problem(manifest)
+        if problem:
+            raise BundleError(f"{subject}: {problem}; export the bundle again")
         if any(name not in OWN_FILES for name in manifest.files) or not {GRAPH_FILE, DATA_FILE} <= set(manifest.files):
             raise BundleError(f"{subject}: got files {sorted(manifest.files)}, expected {GRAPH_FILE}, {DATA_FILE} and tokenizer files only")
         return manifest
+
+
+def _first_problem(manifest: Manifest) -> str | None:
+    """What is wrong with a manifest's values, if anything."""
+    unit, weights = manifest.unit, manifest.weights
+    if unit.kind not in UNIT_KINDS or unit.logits not in LOGITS:
+        return f"got unit {unit.kind!r} with logits {unit.logits!r}"
+    if manifest.attention_dtype not in (manifest.dtype, "fp32"):
+        return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
+    if not isinstance(manifest.max_positions, int) or not 1 <= manifest.max_positions <= manifest.config.context_length:
+        return f"got max_positions {manifest.max_positions!r}, expected 1 to {manifest.config.context_length}"
+    if not isinstance(weights, dict) or weights.get("source") not in ("random", "checkpoint"):
+        return f"got weights {weights!r}, expected a source, random or checkpoint"
+    if not all(isinstance(token, int) for token in manifest.end_token_ids):
+        return f"got end_token_ids {list(manifest.end_token_ids)!r}, expected whole numbers"
+    return None
 
 
 @dataclass(frozen=True)
@@ -195,8 +213,16 @@ class Bundle:
         return {name: self.manifest.files[name]["sha256"] for name in (GRAPH_FILE, DATA_FILE)}
 
     def read_report(self) -> dict:
+        """What was measured of this bundle; empty where nothing was.
+
+        Raises:
+            BundleError: the report is damaged.
+        """
         path = self.folder / REPORT_FILE
-        return json.loads(_read_text(path)) if path.is_file() else {}
+        try:
+            return json.loads(_read_text(path)) if path.is_file() else {}
+        except ValueError as error:
+            raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
 
     def write_report(self, report: dict) -> None:
         write_atomically(self.folder / REPORT_FILE, to_json(report))
@@ -225,17 +251,25 @@ def file_entry(path: Path, sha256: str | None = None) -> dict:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small text file in one step: readers see the old or the new content, never a part."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    """Replaces a small text file in one step: readers see the old or the new content, never a part.
+
+    Raises:
+        InputError: the folder cannot be written; the file is as before.
+    """
+    temporary = None
     try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"{path}: cannot be written ({error.strerror}); it is as before") from None
         raise
 
 
@@ -246,11 +280,11 @@ def write_atomically(path: Path, text: str) -> None:
 def new_folder(target: str | Path) -> Iterator[Path]:
     """Gives a temporary sibling of `target` to write a folder into, and puts it in place when the body ends well.
 
-    An older bundle at `target` is replaced in one step; files there that are not a bundle's own move along. When the body
+    An older bundle at `target` is replaced in one step; files there that are not that bundle's own stay. When the body
     raises, nothing changes. Leftovers of killed runs are removed on the way.
 
     Raises:
-        InputError: `target` is a file, or its parent cannot be written.
+        InputError: `target` is a file, or cannot be written, or holds somebody's file of a name that would be written.
     """
     target = Path(os.path.abspath(target))
     if target.is_symlink():
@@ -260,33 +294,43 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        temporary, lock = _locked_sibling(target)
     except OSError as error:
         raise InputError(f"output {target}: cannot write beside it ({error.strerror}: {error.filename}); choose another -o") from None
     try:
-        with open(temporary / ".lock", "w") as lock:  # held while this run lives: a leftover's lock is free
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            os.chmod(temporary, 0o755)
-            yield temporary
-            (temporary / ".lock").unlink()
-            _put_in_place(temporary, target)
+        yield temporary
+        _put_in_place(temporary, target)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
-            raise InputError(f"output {target}: {error.strerror}; nothing was left behind") from None
+            where = f": {error.filename}" if error.filename else ""
+            raise InputError(f"output {target}: {error.strerror}{where}; nothing was left behind") from None
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_sibling(target: Path) -> tuple[Path, int]:
+    """A new folder beside `target` and a descriptor that locks it; a leftover's lock is free, its owner being dead."""
+    while True:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
+        lock = os.open(temporary, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if temporary.exists():  # else another run took it for a leftover before it was locked
+            os.chmod(temporary, 0o755)
+            return temporary, lock
+        os.close(lock)
 
 
 def _remove_leftovers(target: Path) -> None:
-    for leftover in target.parent.glob(f".{_escaped(target.name)}.partial-*"):
-        with contextlib.suppress(OSError), open(leftover / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    for leftover in target.parent.glob(f"{glob.escape(f'.{target.name}')}.partial-*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -294,26 +338,42 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     if not target.exists():
         os.rename(temporary, target)
         return
-    owned = {*OWN_FILES, *_engine_files(target)}
+    owned = _owned_files(target)
     for entry in target.iterdir():
-        if entry.name not in owned and not (temporary / entry.name).exists():
-            os.link(entry, temporary / entry.name, follow_symlinks=False) if not entry.is_dir() else shutil.copytree(
-                entry, temporary / entry.name, symlinks=True
-            )
+        if entry.name in owned:
+            continue
+        if (temporary / entry.name).exists():
+            raise InputError(f"output {target}: its {entry.name} was not written by an export and would be replaced; choose another -o")
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, temporary / entry.name, symlinks=True, copy_function=_link_or_copy)
+        else:
+            _link_or_copy(entry, temporary / entry.name)
     _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
 
 
-def _engine_files(folder: Path) -> set[str]:
-    """Files that engines.json says were compiled from the bundle that is being replaced."""
+def _link_or_copy(source: str | Path, destination: str | Path) -> None:
     try:
-        records = json.loads((folder / ENGINES_FILE).read_text())
-        return {name for record in records["engines"] for name in (record["file"], record["graph_file"])}
+        os.link(source, destination, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, destination, follow_symlinks=False)
+
+
+def _owned_files(folder: Path) -> set[str]:
+    """Names in a folder that a bundle there put into it: by its manifest and its engine records."""
+    try:
+        files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError):
         return set()
+    try:
+        records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
+        files |= {record[key] for record in records for key in ("file", "graph_file")}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return files | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swaps two folders in one step where the kernel can (renameat2), else in two renames."""
+    """Swaps two folders in one step where the kernel can (renameat2), else in three renames."""
     at_fdcwd, rename_exchange = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0:

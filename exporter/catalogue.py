@@ -12,6 +12,16 @@ from dataclasses import dataclass
 from exporter.errors import InputError
 
 
+def _check_count(subject: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{subject}: got {value!r}, expected a whole number of at least 1")
+
+
+def _check_number(subject: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InputError(f"{subject}: got {value!r}, expected a finite number above 0")
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1 frequency scaling ("llama3"): long wavelengths are slowed by `factor`, short ones are kept.
@@ -29,15 +39,16 @@ class RopeScaling:
     original_context_length: int = 8192
 
     def __post_init__(self) -> None:
+        for field in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_number(f"rope_scaling {field}", getattr(self, field))
+        _check_count("rope_scaling original_context_length", self.original_context_length)
         if self.factor < 1:
-            raise InputError(f"rope_scaling.factor: got {self.factor}, expected at least 1")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise InputError(f"rope_scaling factor: got {self.factor}, expected at least 1")
+        if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
                 f"rope_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}, "
                 "expected 0 < low < high; the blend between both bands is undefined otherwise"
             )
-        if self.original_context_length < 1:
-            raise InputError(f"rope_scaling.original_context_length: got {self.original_context_length}, expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -62,16 +73,14 @@ class ModelConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in (
-            "hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size", "context_length"
-        ):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InputError(f"config {field}: got {value!r}, expected a whole number of at least 1")
+        for field in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size", "context_length"):
+            _check_count(f"config {field}", getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise InputError(f"config {field}: got {value!r}, expected a finite number above 0")
+            _check_number(f"config {field}", getattr(self, field))
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise InputError(f"config tie_word_embeddings: got {self.tie_word_embeddings!r}, expected true or false")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise InputError(f"config rope_scaling: got {self.rope_scaling!r}, expected a RopeScaling or None")
         if self.n_heads % self.n_kv_heads:
             raise InputError(
                 f"config heads: got n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}, expected n_heads to be a multiple "

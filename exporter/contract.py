@@ -7,6 +7,7 @@ Shape letters: B batch, T new tokens, P past, L = total length read, C capacity,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ SEQUENCE = "sequence_length"
 TOTAL = "total_sequence_length"  # cache rows this step reads
 CAPACITY = "cache_capacity"  # cache rows allocated
 
+UNIT_KINDS = ("block", "stack", "model", "component")
 COMPONENTS = ("prepare_qkv", "repeat_kv", "attention", "merge_project", "swiglu_mlp", "rms_norm")
 LOGITS = ("last", "all")
 
@@ -91,7 +93,7 @@ class Unit:
             InputError: an unknown unit or component, or layers that this model or unit does not have.
         """
         kind, _, component = text.partition(":")
-        if kind not in ("block", "stack", "model", "component") or (component and kind != "component"):
+        if kind not in UNIT_KINDS or (":" in text and kind != "component"):
             raise InputError(f"unit: got {text!r}, expected block, stack, model or component:NAME")
         if kind == "component" and component not in COMPONENTS:
             raise InputError(f"component: got {component!r}, expected one of {', '.join(COMPONENTS)}")
@@ -120,11 +122,10 @@ class Unit:
 def _parse_layers(layers: str | None, n_layers: int, single: bool) -> tuple[int, int]:
     if layers is None:
         return (0, 1) if single else (0, n_layers)
-    first, colon, stop = layers.partition(":")
-    try:
-        bounds = (int(first), int(stop)) if colon else (0, int(first))
-    except ValueError:
-        raise InputError(f"layers: got {layers!r}, expected a count N or a range A:B of whole numbers") from None
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", layers, re.ASCII)
+    if match is None:
+        raise InputError(f"layers: got {layers!r}, expected a count N or a range A:B of whole numbers")
+    bounds = (int(match[1] or 0), int(match[2]))
     if not 0 <= bounds[0] < bounds[1] <= n_layers:
         raise InputError(f"layers: got {layers!r}, expected 0 <= A < B <= {n_layers}, the layers of this model")
     return bounds
@@ -191,9 +192,7 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
         TensorSpec("attention_mask", "int64", (BATCH, TOTAL)),
     )
     axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
-    pairs = tuple(
-        (f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}") for layer in range(unit.n_layers) for kind in ("key", "value")
-    )
+    pairs = tuple((f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}") for layer in range(unit.n_layers) for kind in ("key", "value"))
     return Contract(
         inputs=step + tuple(TensorSpec(past, dtype, axes) for past, _ in pairs),
         outputs=(output, *(TensorSpec(present, dtype, axes) for _, present in pairs)),
@@ -302,29 +301,40 @@ def check_max_positions(max_positions: int | None, config: ModelConfig) -> int:
     """
     if max_positions is None:
         return min(DEFAULT_MAX_POSITIONS, config.context_length)
-    if not 1 <= max_positions <= config.context_length:
-        raise InputError(f"max_positions: got {max_positions}, expected 1 to {config.context_length}, the model's context")
+    if not _is_count(max_positions) or max_positions > config.context_length:
+        raise InputError(f"max_positions: got {max_positions!r}, expected 1 to {config.context_length}, the model's context")
     return max_positions
 
 
 def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype: str, max_positions: int) -> int:
     """The cache rows to allocate per sequence: rounded up so that a sequence's stride is a multiple of 256 bytes.
 
-    None means the smaller of 2,048 and `max_positions`: never a model's whole context by accident.
+    None means the smaller of 2,048 and `max_positions`, rounded down: never a model's whole context by accident.
 
     Raises:
-        InputError: it is below 1, or beyond the positions the graph was exported for.
+        InputError: it is below 1, or beyond the positions the graph was exported for, or no capacity fits those.
     """
-    wanted = min(DEFAULT_CACHE_CAPACITY, max_positions) if cache_capacity is None else cache_capacity
-    if not isinstance(wanted, int) or wanted < 1:
-        raise InputError(f"cache_capacity: got {wanted!r}, expected a whole number of at least 1")
     row_bytes = config.n_kv_heads * config.head_dim * DTYPES[dtype].n_bytes
     step = CACHE_ALIGNMENT_BYTES // math.gcd(row_bytes, CACHE_ALIGNMENT_BYTES)
-    capacity = -(-wanted // step) * step
-    if capacity > max_positions:
-        rounded = "" if capacity == wanted else f", {capacity} once rounded up to a multiple of {step}"
+    largest = max_positions // step * step
+    if largest == 0:
         raise InputError(
-            f"cache_capacity: got {wanted}{rounded}, expected at most {max_positions}, the positions this graph was exported for; "
-            f"ask for at most {max_positions // step * step} or export again with a larger --max-positions"
+            f"cache_capacity: this graph was exported for {max_positions} positions and a cache holds a multiple of {step}; "
+            f"export again with --max-positions of at least {step}"
+        )
+    if cache_capacity is None:
+        return min(DEFAULT_CACHE_CAPACITY, largest)
+    if not _is_count(cache_capacity):
+        raise InputError(f"cache_capacity: got {cache_capacity!r}, expected a whole number of at least 1")
+    capacity = -(-cache_capacity // step) * step
+    if capacity > max_positions:
+        rounded = "" if capacity == cache_capacity else f", {capacity} once rounded up to a multiple of {step}"
+        raise InputError(
+            f"cache_capacity: got {cache_capacity}{rounded}, expected at most {max_positions}, the positions this graph was exported "
+            f"for; ask for at most {largest} or export again with a larger --max-positions"
         )
     return capacity
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

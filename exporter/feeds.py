@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def step_feeds(
-    name: str, x: np.ndarray, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0
-) -> dict[str, np.ndarray]:
+def step_feeds(name: str, x: np.ndarray, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0) -> dict[str, np.ndarray]:
     """Feeds of one step over right-padded rows.
 
     Args:

@@ -70,12 +70,15 @@ def cache_scenarios(max_positions: int) -> list[Scenario]:
     ]
 
 
-COMPONENT_SIZES = ({BATCH: 1, SEQUENCE: 1, TOTAL: 1}, {BATCH: 2, SEQUENCE: 3, TOTAL: 7}, {BATCH: 3, SEQUENCE: 1, TOTAL: 9}, {BATCH: 1, SEQUENCE: 16, TOTAL: 16})
+COMPONENT_SIZES = (
+    {BATCH: 1, SEQUENCE: 1, TOTAL: 1},
+    {BATCH: 2, SEQUENCE: 3, TOTAL: 7},
+    {BATCH: 3, SEQUENCE: 1, TOTAL: 9},
+    {BATCH: 1, SEQUENCE: 16, TOTAL: 16},
+)
 
 
-def component_feeds(
-    contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator
-) -> dict[str, np.ndarray]:
+def component_feeds(contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
     feeds = {}
     for spec in contract.inputs:

@@ -84,6 +84,15 @@ def _chunks(stored: StoredTensor, config: ModelConfig, weights: WeightSource) ->
         yield weights.read(stored.weight, slice(start, min(start + step, columns))).to(dtype).T
 
 
+def map_data(folder: Path) -> np.ndarray:
+    """A bundle's data file mapped as bytes, uint8 [size]; a component without weights has an empty one.
+
+    The mapping is private: torch wants writable memory, the file never changes.
+    """
+    path = folder / DATA_FILE
+    return np.memmap(path, dtype=np.uint8, mode="c") if path.stat().st_size else np.zeros(0, np.uint8)
+
+
 class GraphWeights:
     """A bundle's own weights as a source, mapped from its data file: nothing is copied until it is read.
 
@@ -93,7 +102,7 @@ class GraphWeights:
 
     def __init__(self, folder: Path, first_layer: int, description: dict) -> None:
         self.description = description
-        self._data = np.memmap(folder / DATA_FILE, dtype=np.uint8, mode="c")  # private: torch wants writable memory
+        self._data = map_data(folder)
         self._tensors = {}
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
             if tensor.external_data:

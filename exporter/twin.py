@@ -14,6 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.contract import DTYPES
+from exporter.store import ALIGNMENT_BYTES, map_data
 
 _BFLOAT16 = DTYPES["bf16"].numpy
 
@@ -21,7 +22,7 @@ _BFLOAT16 = DTYPES["bf16"].numpy
 def write_float32_twin(bundle_folder: Path, folder: Path) -> Path:
     """Writes the twin of a bundle's graph into `folder`, one tensor in memory at a time; returns the path of its graph."""
     model = onnx.load(bundle_folder / GRAPH_FILE, load_external_data=False)
-    data = np.memmap(bundle_folder / DATA_FILE, dtype=np.uint8, mode="r")
+    data = map_data(bundle_folder)
     with open(folder / DATA_FILE, "wb") as file:
         for tensor in model.graph.initializer:
             if tensor.external_data:
@@ -46,7 +47,7 @@ def _widen_external(tensor: TensorProto, data: np.ndarray, file) -> None:
     if tensor.data_type == TensorProto.BFLOAT16:
         raw = raw.view(_BFLOAT16).astype(np.float32)
         tensor.data_type = TensorProto.FLOAT
-    file.write(bytes(-file.tell() % 4096))
+    file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
     new = {"location": DATA_FILE, "offset": file.tell(), "length": raw.nbytes}
     file.write(raw.tobytes())
     del tensor.external_data[:]

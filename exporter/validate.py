@@ -8,6 +8,7 @@ import numpy as np
 
 from exporter.catalogue import ModelConfig
 from exporter.contract import SEQUENCE, Unit, numpy_dtype
+from exporter.errors import InputError
 from exporter.feeds import real_tokens
 from exporter.scenarios import COMPONENT_SIZES, Scenario, cache_scenarios, component_feeds
 from exporter.steppers.protocol import Stepper
@@ -51,6 +52,8 @@ def validate(
         tolerance: what it may differ by.
         seed: of the random inputs.
     """
+    if seed < 0:
+        raise InputError(f"seed: got {seed}, expected 0 or more")
     rng = np.random.default_rng(seed)
     if unit.kind == "component":
         return [c for sizes in COMPONENT_SIZES for c in _compare_component(config, unit, sizes, reference, candidate, tolerance, rng)]
@@ -66,8 +69,7 @@ def _compare_component(config, unit, sizes, reference, candidate, tolerance, rng
     expected, got = reference.run(feeds), candidate.run(feeds)
     name = "sizes " + " ".join(f"{axis}={size}" for axis, size in sizes.items())
     return [
-        compare(name, spec.name, [(expected[spec.name], _of_dtype(got.get(spec.name), spec.dtype))], tolerance)
-        for spec in candidate.contract.outputs
+        compare(name, spec.name, [(expected[spec.name], _of_dtype(got.get(spec.name), spec.dtype))], tolerance) for spec in candidate.contract.outputs
     ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from exporter.block import canonical_name, eager_module
 from exporter.catalogue import ModelConfig
 from exporter.contract import Unit, weight_shapes
+from exporter.errors import InputError
 
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -35,6 +36,8 @@ class RandomWeights:
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
+        if seed < 0:
+            raise InputError(f"seed: got {seed}, expected 0 or more")
         self.description = {"source": "random", "seed": seed}
         self._seed = seed
         self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))

@@ -55,7 +55,12 @@ def _add_session_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
     parser.add_argument("--backend", default="auto", metavar="NAME", help=f"one of {', '.join(BACKENDS)} (default auto)")
     parser.add_argument("--provider", metavar="NAME", help="onnxruntime execution provider (default CPUExecutionProvider)")
-    parser.add_argument("--cache-capacity", type=int, metavar="N", help=f"tokens a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)")
+    parser.add_argument(
+        "--cache-capacity",
+        type=int,
+        metavar="N",
+        help=f"tokens a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)",
+    )
 
 
 def _open(arguments: argparse.Namespace, max_batch: int) -> DecodeSession:

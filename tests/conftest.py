@@ -14,9 +14,7 @@ from exporter.weights import RandomWeights
 
 ROOT = Path(__file__).parent.parent
 MAX_POSITIONS = 64
-TINY = ModelConfig(
-    hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128
-)
+TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128)
 
 
 @pytest.fixture(scope="session")

@@ -54,8 +54,6 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     data = _read_json(folder / "config.json")
     try:
         config = parse_config(data)
-    except CheckpointError:
-        raise
     except InputError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
     return Checkpoint(
@@ -79,10 +77,24 @@ def parse_config(data: dict) -> ModelConfig:
     architecture = (data.get("architectures") or [data.get("model_type")])[0]
     if data.get("model_type") != "llama" or architecture not in ("LlamaForCausalLM", "llama"):
         raise CheckpointError(f"config architecture: got {architecture} (model_type {data.get('model_type')}), expected LlamaForCausalLM")
-    for key, plain in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0, "quantization_config": None}.items():
+    for key, plain in {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    }.items():
         if data.get(key, plain) != plain:
             raise CheckpointError(f"config {key}: got {data[key]!r}, expected {plain!r}; this pipeline does not reproduce it")
-    required = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps")
+    required = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+    )
     missing = [key for key in required if data.get(key) is None]
     if missing:
         raise CheckpointError(f"config: missing {', '.join(missing)}")
@@ -99,7 +111,7 @@ def parse_config(data: dict) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=data["rms_norm_eps"],
-        tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
+        tie_word_embeddings=data.get("tie_word_embeddings", False),
     )
 
 
@@ -112,32 +124,42 @@ def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
     return hidden_size // n_heads
 
 
+_SCALING_NAMES = {  # Hugging Face's name → ours
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context_length",
+}
+
+
 def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     """theta and scaling from `rope_theta` + `rope_scaling`, or from the newer `rope_parameters`."""
     newer, older = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if not isinstance(value, dict):
             raise InputError(f"config {name}: got {value!r}, expected an object")
-    thetas = {float(value) for value in (newer.get("rope_theta"), data.get("rope_theta")) if value is not None}
-    if len(thetas) > 1:
-        raise InputError(f"config rope_theta: got {sorted(thetas)} in two places, expected one value")
-    rules = [rule for rule in ({k: v for k, v in newer.items() if k != "rope_theta"}, older) if rule]
-    scalings = [_parse_scaling(rule) for rule in rules]
+    thetas = [value for value in (newer.get("rope_theta"), older.get("rope_theta"), data.get("rope_theta")) if value is not None]
+    if any(theta != thetas[0] for theta in thetas):
+        raise InputError(f"config rope_theta: got {thetas} in several places, expected one value")
+    scalings = [_parse_scaling(rule) for rule in (newer, older) if set(rule) - {"rope_theta"}]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise InputError(f"config rope_scaling: got {older} and rope_parameters {newer}, which differ; expected one rule")
-    return (thetas.pop() if thetas else 10_000.0), (scalings[0] if scalings else None)
+    return (thetas[0] if thetas else 10_000.0), (scalings[0] if scalings else None)
 
 
 def _parse_scaling(rule: dict) -> RopeScaling | None:
     kind = rule.get("rope_type", rule.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
+    if kind not in ("default", "llama3"):
         raise InputError(f"config rope_scaling: got type {kind!r}, expected 'llama3' or 'default'; other rules are not reproduced")
-    if "factor" not in rule:
-        raise InputError("config rope_scaling: missing factor")
-    names = {"low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor", "original_max_position_embeddings": "original_context_length"}
-    return RopeScaling(factor=float(rule["factor"]), **{ours: rule[theirs] for theirs, ours in names.items() if theirs in rule})
+    plain = {key: value for key, value in rule.items() if key not in ("rope_type", "type", "rope_theta")}
+    if plain.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(f"config partial_rotary_factor: got {rule['partial_rotary_factor']!r}, expected 1.0; it is not reproduced")
+    expected = set() if kind == "default" else set(_SCALING_NAMES)
+    if set(plain) != expected:
+        raise InputError(
+            f"config rope_scaling of type {kind!r}: unknown keys {sorted(set(plain) - expected)}, missing keys {sorted(expected - set(plain))}"
+        )
+    return RopeScaling(**{ours: plain[theirs] for theirs, ours in _SCALING_NAMES.items()}) if plain else None
 
 
 def _end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:

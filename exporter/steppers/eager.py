@@ -61,9 +61,7 @@ class EagerStepper(Stepper):
         return HostCache(self.contract, n_rows, capacity)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
-        inputs = [
-            to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs
-        ]
+        inputs = [to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
         with torch.inference_mode():

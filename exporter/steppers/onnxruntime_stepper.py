@@ -98,9 +98,7 @@ class OnnxruntimeStepper(Stepper):
         return {spec.name: result.numpy() for spec, result in zip(self.contract.step_outputs, results, strict=True)}
 
     def _bind_cache(self, binding: onnxruntime.IOBinding, cache: Cache, first_row: int, n_rows: int) -> None:
-        for (past, present), spec, (address, stride) in zip(
-            self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True
-        ):
+        for (past, present), spec, (address, stride) in zip(self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True):
             shape = (n_rows, spec.axes[1], cache.capacity, spec.axes[3])
             start = address + first_row * stride
             binding.bind_input(past, self._device, 0, self._types[past], shape, start)
@@ -122,9 +120,7 @@ def _check_provider(provider: str, dtype: str) -> None:
     if provider not in DEVICES:
         raise BackendError(f"onnxruntime: got provider {provider!r}, expected one of {', '.join(DEVICES)}")
     if provider not in available:
-        raise BackendError(
-            f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA"
-        )
+        raise BackendError(f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA")
     if dtype == "bf16" and provider == "CPUExecutionProvider":
         raise BackendError(
             "onnxruntime: CPUExecutionProvider has no bf16 kernels (MatMul, Mul, Attention …); "

@@ -46,9 +46,7 @@ class HostCache(Cache):
 
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
-        self.arrays = [
-            np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in contract.cache_specs
-        ]
+        self.arrays = [np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in contract.cache_specs]
 
     def zero(self, row: int, start: int, stop: int) -> None:
         for array in self.arrays:

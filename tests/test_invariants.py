@@ -1,0 +1,256 @@
+"""The invariants of a decoder with a cache, as properties, on every backend that runs here (float32).
+
+They need no reference model: I1 split, I2 batch, I3 causality, I4 rubbish, I5 reset, I6 permute, I7 shift, I8 uniform.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from exporter.feeds import step_feeds
+from exporter.steppers.eager import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from runtime import DecodeSession
+from tests.conftest import TINY
+
+CAPACITY = 24
+TOLERANCE = 2e-5  # float32 sums in another order; 2e-6 was the largest seen
+FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+BACKENDS = ("eager", "onnxruntime")
+seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", params=[(b, u) for b in BACKENDS for u in ("stack", "model")], ids=lambda p: "-".join(p))
+def session(request, tiny_bundle):
+    backend, unit = request.param
+    with DecodeSession.open(tiny_bundle(unit).folder, backend=backend, max_batch=4, cache_capacity=CAPACITY) as session:
+        yield session
+
+
+def draw(session, seed: int, batch: int, width: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if session.manifest.unit.kind == "model":
+        return rng.integers(0, TINY.vocab_size, (batch, width))
+    return rng.standard_normal((batch, width, TINY.hidden_size)).astype(np.float32)
+
+
+def last(session, out: np.ndarray, lengths=None) -> np.ndarray:
+    """The output of each row's last real token, whatever the unit returns."""
+    if session.manifest.unit.kind == "model":
+        return out
+    lengths = [out.shape[1]] * len(out) if lengths is None else lengths
+    return out[np.arange(len(out)), np.asarray(lengths) - 1]
+
+
+def caches(session) -> list[list[np.ndarray]]:
+    return [session._cache.read(row, int(length)) for row, length in enumerate(session.lengths)]
+
+
+def fresh(session, x, lengths=None) -> tuple[np.ndarray, list]:
+    session.reset()
+    return session.prefill(x, lengths), caches(session)
+
+
+def same(a, b) -> None:
+    np.testing.assert_allclose(a, b, atol=TOLERANCE * max(1.0, float(np.abs(b).max())), rtol=0)
+
+
+def same_rows(a: list, b: list) -> None:
+    for one, other in zip(a, b, strict=True):
+        for x, y in zip(one, other, strict=True):
+            same(x, y)
+
+
+@FEW
+@given(seed=seeds, batch=st.integers(1, 3), cuts=st.lists(st.integers(1, 7), min_size=1, max_size=3))
+def test_i1_any_split_of_a_prompt_gives_the_same_output_and_cache(session, seed, batch, cuts):
+    x = draw(session, seed, batch, sum(cuts))
+    whole, rows = fresh(session, x)
+    for pieces in (cuts, [1] * sum(cuts)):
+        session.reset()
+        start, outs = 0, []
+        for piece in pieces:
+            outs.append(session.prefill(x[:, start : start + piece]))
+            start += piece
+        if session.manifest.unit.kind == "model":
+            same(outs[-1], whole)
+        else:
+            same(np.concatenate(outs, axis=1), whole)
+        same_rows(caches(session), rows)
+
+
+@FEW
+@given(seed=seeds, lengths=st.lists(st.integers(1, 9), min_size=2, max_size=4))
+def test_i2_a_row_in_a_ragged_batch_equals_that_row_alone(session, seed, lengths):
+    x = draw(session, seed, len(lengths), max(lengths))
+    together, rows = fresh(session, x, lengths)
+    follow = draw(session, seed + 1, len(lengths), 1)
+    next_together = last(session, session.prefill(follow))
+    together = last(session, together, lengths)
+    for i, length in enumerate(lengths):
+        alone, alone_rows = fresh(session, x[i : i + 1, :length])
+        same(last(session, alone)[0], together[i])
+        same_rows(alone_rows, rows[i : i + 1])
+        same(last(session, session.prefill(follow[i : i + 1]))[0], next_together[i])
+
+
+@FEW
+@given(seed=seeds, width=st.integers(1, 9))
+def test_i2_the_same_row_four_times_gives_four_equal_rows(session, seed, width):
+    x = draw(session, seed, 1, width)
+    out, _ = fresh(session, np.repeat(x, 4, axis=0))
+    for row in out[1:]:
+        same(row, out[0])
+
+
+@FEW
+@given(seed=seeds, width=st.integers(2, 10), data=st.data())
+def test_i3_changing_a_token_changes_nothing_before_it(session, seed, width, data):
+    at = data.draw(st.integers(1, width - 1))
+    x = draw(session, seed, 1, width)
+    changed = x.copy()
+    changed[:, at] = draw(session, seed + 1, 1, 1)[:, 0]
+    if session.manifest.unit.kind == "model":
+        changed[:, at] = (x[:, at] + 1) % TINY.vocab_size
+    before, rows = fresh(session, x)
+    after, changed_rows = fresh(session, changed)
+    if session.manifest.unit.kind != "model":
+        same(after[:, :at], before[:, :at])
+    same_rows([[t[:, :at] for t in changed_rows[0]]], [[t[:, :at] for t in rows[0]]])
+    assert not np.allclose(changed_rows[0][0][:, at:], rows[0][0][:, at:], atol=1e-3)
+
+
+@FEW
+@given(seed=seeds, width=st.integers(1, 8), scale=st.floats(1.0, 1e4))
+def test_i4_finite_rubbish_beyond_the_length_changes_nothing(session, seed, width, scale):
+    x, y = draw(session, seed, 2, width), draw(session, seed + 1, 2, 1)
+    fresh(session, x)
+    clean = session.prefill(y)
+    fresh(session, x)
+    rng = np.random.default_rng(seed)
+    for array in session._cache.arrays:
+        array[:2, :, width:] = rng.uniform(-scale, scale, array[:2, :, width:].shape)
+        array[2:] = scale
+    same(session.prefill(y), clean)
+
+
+@FEW
+@given(seed=seeds, rubbish=st.sampled_from([np.inf, -np.inf, np.nan]))
+def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, rubbish):
+    x = draw(session, seed, 2, 5)
+    clean, _ = fresh(session, x)
+    for array in session._cache.arrays:
+        array[...] = rubbish
+    again, _ = fresh(session, x)
+    np.testing.assert_array_equal(again, clean)
+
+
+@FEW
+@given(seed=seeds, fail=st.booleans())
+def test_i5_reset_equals_a_fresh_session_also_after_an_exception(session, seed, fail):
+    b = draw(session, seed + 1, 2, 4)
+    clean, rows = fresh(session, b)
+    fresh(session, draw(session, seed, 3, 6))
+    if fail:
+        with pytest.raises(ValueError, match="capacity"):
+            session.prefill(draw(session, seed, 3, CAPACITY))
+    again, again_rows = fresh(session, b)
+    np.testing.assert_array_equal(again, clean)
+    for one, other in zip(again_rows, rows, strict=True):
+        for x, y in zip(one, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@FEW
+@given(seed=seeds, order=st.permutations(range(4)))
+def test_i6_permuting_rows_permutes_outputs(session, seed, order):
+    lengths = np.array([1, 3, 5, 5])
+    x = draw(session, seed, 4, 5)
+    out, _ = fresh(session, x, lengths)
+    permuted, _ = fresh(session, x[order], lengths[order])
+    same(permuted, out[order])
+
+
+# --- invariants below the session: positions, masks and weights are chosen by hand -----------------------------------------
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def stepper(request, tiny_bundle):
+    kind = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper}[request.param]
+    return kind.from_bundle(tiny_bundle("stack"))
+
+
+def run_steps(stepper, feeds_of_steps) -> list[np.ndarray]:
+    cache = stepper.new_cache(len(feeds_of_steps[0]["write_indices"]), CAPACITY)
+    return [stepper.run(feeds, cache)["hidden_states_out"] for feeds in feeds_of_steps]
+
+
+@FEW
+@given(seed=seeds, shift=st.integers(1, 100))
+def test_i7_shifting_all_positions_changes_nothing(stepper, seed, shift):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((2, 6, TINY.hidden_size)).astype(np.float32)
+    steps = [step_feeds("hidden_states", x[:, :5], np.zeros(2, np.int64), np.full(2, 5))]
+    steps.append(step_feeds("hidden_states", x[:, 5:], np.full(2, 5), np.ones(2, np.int64)))
+    shifted = [feeds | {"position_ids": feeds["position_ids"] + shift} for feeds in steps]
+    for a, b in zip(run_steps(stepper, shifted), run_steps(stepper, steps), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)  # a rotation by a large angle rounds differently; 3e-5 was seen
+
+
+@FEW
+@given(seed=seeds, pad=st.integers(1, 6), length=st.integers(1, 6))
+def test_i7_left_padding_that_the_mask_hides_changes_nothing(stepper, seed, pad, length):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((1, pad + length + 1, TINY.hidden_size)).astype(np.float32)
+    zeros, pads = np.zeros(1, np.int64), np.array([pad])
+    padded = [
+        step_feeds("hidden_states", x[:, : pad + length], zeros, np.array([pad + length]), pads),
+        step_feeds("hidden_states", x[:, pad + length :], np.array([pad + length]), np.array([1]), pads),
+    ]
+    plain = [
+        step_feeds("hidden_states", x[:, pad : pad + length], zeros, np.array([length])),
+        step_feeds("hidden_states", x[:, pad + length :], np.array([length]), np.array([1])),
+    ]
+    got, expected = run_steps(stepper, padded), run_steps(stepper, plain)
+    assert not got[0][:, :pad].any()  # outputs of pads are zeros
+    same(got[0][:, pad:], expected[0])
+    same(got[1], expected[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(backend, tmp_path):
+    from exporter.bundle import Bundle
+    from exporter.catalogue import ModelConfig
+    from exporter.contract import Unit
+    from exporter.export import ExportRequest, export_bundle
+    from exporter.weights import RandomWeights
+
+    config = ModelConfig(hidden_size=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16, vocab_size=8, context_length=16)
+
+    class Uniform(RandomWeights):
+        """Zero queries and no MLP; values reach the output unchanged."""
+
+        def read(self, name, columns=slice(None)):
+            weight = super().read(name)
+            if name.endswith("q_proj.weight") or ".mlp." in name:
+                weight.zero_()
+            if name.endswith("o_proj.weight"):
+                weight.copy_(__import__("torch").eye(16))
+            return weight[..., columns]
+
+    unit = Unit.parse("block", config)
+    export_bundle(ExportRequest(config, unit, Uniform(config, 0), "fp32"), tmp_path / "bundle", validated=False)
+    stepper = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper}[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
+    cache = stepper.new_cache(1, 16)
+    x = np.random.default_rng(0).standard_normal((1, 2, 16)).astype(np.float32)
+    feeds = step_feeds("hidden_states", x, np.array([3]), np.array([2]))
+    stepper.run(feeds, cache)
+    values = cache.arrays[1]
+    values[0, 0, :3] = np.arange(3)[:, None]  # V_j = j for the cached keys; the new rows are what the step wrote
+    out = stepper.run(feeds, cache)["hidden_states_out"]
+    new = values[0, 0, 3:5]
+    same(out[0, 0] - x[0, 0], (0 + 1 + 2 + new[0]) / 4)
+    same(out[0, 1] - x[0, 1], (0 + 1 + 2 + new[0] + new[1]) / 5)

@@ -1,0 +1,52 @@
+"""What the README tells people to run is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+import exporter.__main__
+import runtime.__main__
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if "python -m" in line]
+
+
+@pytest.fixture
+def in_workspace(tmp_path, monkeypatch, smollm2_bundle):
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "smollm2-135m").symlink_to(smollm2_bundle("fp16").folder)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_embedding_example_runs_and_prints_what_it_says(in_workspace, capsys):
+    (example,) = [text for kind, text in BLOCKS if kind == "python"]
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip() == "onnxruntime [13 10] 2048"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_parses(command):
+    _, _, module, *arguments = shlex.split(command)
+    parser = {"exporter": exporter.__main__._parser, "runtime": runtime.__main__._parser}[module]()
+    assert parser.parse_args(arguments).run
+
+
+def test_the_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([a-z-]+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:.*##", makefile, re.MULTILINE), target
+
+
+def test_the_map_names_files_that_exist():
+    block = re.search(r"## Where things are\n\n```\n(.*?)```", README, re.DOTALL).group(1)
+    folder = ""
+    for line in block.splitlines():
+        words = re.match(r"(\w+/ )?\s*((?:\w+(?:\.py|/) ?)+)", line)
+        folder = (words.group(1) or folder).strip()
+        for name in words.group(2).split():
+            assert (ROOT / folder / name).exists(), f"{folder}{name}"

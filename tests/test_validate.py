@@ -1,0 +1,140 @@
+"""Validation finds planted faults: in a candidate's outputs, in its cache, and in a bundle's weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exporter.contract import Unit
+from exporter.errors import CheckFailed
+from exporter.export import ExportRequest, export_bundle, validate_bundle
+from exporter.scenarios import cache_scenarios
+from exporter.steppers.eager import EagerStepper
+from exporter.steppers.protocol import Stepper
+from exporter.tolerances import EAGER_VS_ONNXRUNTIME, Tolerance, eager_vs_onnxruntime
+from exporter.validate import compare, summarize, validate
+from exporter.weights import RandomWeights
+from tests.conftest import MAX_POSITIONS, TINY
+
+UNIT = Unit.parse("block", TINY)
+
+
+def eager() -> EagerStepper:
+    return EagerStepper.from_weights(TINY, UNIT, "fp32", MAX_POSITIONS, RandomWeights(TINY, 0))
+
+
+class Faulty(Stepper):
+    """The eager stepper with its outputs or cache damaged."""
+
+    backend, description = "faulty", "a stepper with a planted fault"
+
+    def __init__(self, damage):
+        self._inner, self._damage = eager(), damage
+        self.contract = self._inner.contract
+
+    def new_cache(self, n_rows, capacity):
+        return self._inner.new_cache(n_rows, capacity)
+
+    def run(self, feeds, cache=None, first_row=0):
+        return self._damage(self._inner.run(feeds, cache, first_row), cache)
+
+
+def scaled(outputs, cache):
+    return {name: x * np.float32(1.1) for name, x in outputs.items()}
+
+
+def one_nan(outputs, cache):
+    outputs["hidden_states_out"].flat[0] = np.nan
+    return outputs
+
+
+def one_wrong_row(outputs, cache):
+    outputs["hidden_states_out"][0, 0] = 0
+    return outputs
+
+
+def renamed(outputs, cache):
+    return {"hidden_states": outputs["hidden_states_out"]}
+
+
+def other_dtype(outputs, cache):
+    return {name: x.astype(np.float64) for name, x in outputs.items()}
+
+
+def other_shape(outputs, cache):
+    return {name: x[:, :, :-1] for name, x in outputs.items()}
+
+
+def shifted_cache_row(outputs, cache):
+    cache.arrays[0][:, :, 1:] = cache.arrays[0][:, :, :-1].copy()
+    return outputs
+
+
+@pytest.mark.parametrize("damage", [scaled, one_nan, one_wrong_row, renamed, other_dtype, other_shape, shifted_cache_row])
+def test_a_planted_fault_fails(damage):
+    comparisons = validate(TINY, UNIT, MAX_POSITIONS, eager(), Faulty(damage), eager_vs_onnxruntime(UNIT, "fp32"))
+    assert not all(c.passed for c in comparisons)
+
+
+def test_no_fault_passes_and_the_report_states_every_shape():
+    reference, candidate = eager(), Faulty(lambda outputs, cache: outputs)
+    tolerance = eager_vs_onnxruntime(UNIT, "fp32")
+    comparisons = validate(TINY, UNIT, MAX_POSITIONS, reference, candidate, tolerance)
+    section = summarize(comparisons, reference, candidate, tolerance)
+    assert section["passed"] and section["max_error"] == 0.0
+    shapes = {c["scenario"]: c["shapes"] for c in section["comparisons"] if c["tensor"] == "hidden_states_out"}
+    assert shapes["decode"] == [[2, 5, 64], [2, 1, 64], [2, 1, 64], [2, 1, 64]]
+    assert shapes["empty cache"] == [[1, 1, 64]]
+
+
+def test_one_wrong_row_of_4096_fails():
+    reference = np.random.default_rng(0).standard_normal((4096, 8))
+    wrong = reference.copy()
+    wrong[1234] += 0.01
+    assert not compare("s", "t", [(reference, wrong)], Tolerance(1e-3, 0.0, "")).passed
+    assert compare("s", "t", [(reference, reference + 1e-5)], Tolerance(1e-3, 0.0, "")).passed
+
+
+def test_the_scenarios_cover_what_they_name():
+    by_name = {s.name: s for s in cache_scenarios(8192)}
+    assert set(by_name) == {
+        "empty cache", "prefill", "decode", "chunked prefill", "ragged batch", "left-padded mask", "shifted positions", "near capacity"
+    }  # fmt: skip
+    near = by_name["near capacity"]
+    assert sum(step[0] for step in near.steps) == near.capacity
+    assert len({len(s.steps[0]) for s in by_name.values()}) > 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monkeypatch, dtype):
+    import exporter.store
+
+    chunks = exporter.store._chunks
+
+    def damaged(stored, config, weights):
+        for chunk in chunks(stored, config, weights):
+            yield chunk * 1.1 if stored.name.endswith("up_proj.weight") else chunk
+
+    monkeypatch.setattr(exporter.store, "_chunks", damaged)
+    request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
+    with pytest.raises(CheckFailed, match="nothing was written"):
+        export_bundle(request, tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "unit", ["block", "stack", "model", "component:prepare_qkv", "component:repeat_kv", "component:attention", "component:swiglu_mlp"]
+)
+def test_every_unit_agrees_with_eager_over_several_seeds(tiny_bundle, unit, dtype):
+    bundle = tiny_bundle(unit, dtype)
+    for seed in range(3):
+        section, _ = validate_bundle(bundle, RandomWeights(TINY, 0), seed)
+        assert section["passed"], section
+        assert section["through"] == ("float32 twin" if dtype == "bf16" else "the graph itself")
+
+
+def test_no_tolerance_is_looser_than_promised():
+    for (_, dtype), tolerance in EAGER_VS_ONNXRUNTIME.items():
+        assert tolerance.allowed <= {"fp32": 1e-4, "fp16": 1e-2}[dtype]
+        assert 0 < tolerance.measured <= tolerance.allowed and tolerance.reason
