@@ -156,9 +156,7 @@ def _export(arguments: argparse.Namespace) -> None:
     report = bundle.read_report()
     if "validation" in report:
         section = report["validation"]
-        cli.say(
-            f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['tolerance']['allowed']:.0e}, through {section['through']}"
-        )
+        cli.say(f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['max_allowed']:.0e}, through {section['through']}")
     else:
         cli.say("not validated, as asked")
     size = sum(entry["size_bytes"] for entry in bundle.manifest.files.values())
@@ -222,7 +220,9 @@ def _validate(arguments: argparse.Namespace) -> int:
             shapes = " ".join("×".join(map(str, shape)) for shape in c.shapes[:3]) + (" …" if len(c.shapes) > 3 else "")
             table.add_row(c.scenario, c.tensor, shapes, f"{c.max_error:.2e}", "PASSED" if c.passed else "FAILED")
         cli.stderr.print(table)
-        cli.say(f"allowed {section['tolerance']['allowed']:.0e} of rms ({section['tolerance']['reason']}); through {section['through']}")
+        cli.say(f"allowed at most {section['max_allowed']:.0e} of rms: {section['tolerance']['reason']}; through {section['through']}")
+        if section["control"]:
+            cli.say(f"judged by the control too, {section['control']}: these weights make the scenarios ill-conditioned")
     return cli.EXIT_GOOD if section["passed"] else cli.EXIT_CHECK_FAILED
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
+from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from exporter import __version__, traced
 from exporter.catalogue import ModelConfig
@@ -194,6 +195,7 @@ class _Assembly:
             name="blockline",
         )
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="blockline", producer_version=__version__)
+        CommonSubexpressionEliminationPass()(model)  # prologue and head read the same sizes
         return AssembledGraph(model, list(self.stored.values()))
 
 

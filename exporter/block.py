@@ -21,6 +21,11 @@ from exporter.contract import Unit
 from exporter.rope import rotation_table
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in float32, where it is narrower: norms, rotation and softmax are computed there. float64 stays, as a finer reference."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """A bias-free projection; its weight is [outputs, inputs] and applied as x @ W.T."""
     return nn.Linear(inputs, outputs, bias=False)
@@ -35,14 +40,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide = at_least_float32(x)
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return normed.to(x.dtype) * self.weight
 
 
 def rotate(heads: Tensor, R: Tensor) -> Tensor:
     """Turns each adjacent feature pair of heads [B, H, T, D] by R float32 [B, T, D/2, 2] or [T, D/2, 2] (cos, sin), in float32."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(at_least_float32(heads).unflatten(-1, (-1, 2)))
     turned = pairs * torch.view_as_complex(R.contiguous()).unsqueeze(-3)  # one rotation for all heads
     return torch.view_as_real(turned).flatten(-2).to(heads.dtype)
 
@@ -101,7 +106,7 @@ class Attention(nn.Module):
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         keys, values = (repeat_kv(x.transpose(1, 2), self.n_rep).transpose(1, 2) for x in (keys, values))
-        scores = queries.float() @ keys.float().transpose(-2, -1) / math.sqrt(queries.shape[-1])
+        scores = at_least_float32(queries) @ at_least_float32(keys).transpose(-2, -1) / math.sqrt(queries.shape[-1])
         weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
         weights = weights.masked_fill(~mask, 0.0)  # a row that sees nothing is 0/0 above
         return weights.to(values.dtype) @ values
@@ -206,7 +211,7 @@ class Decoder(nn.Module):
             return h.masked_fill(~real[:, :, None], 0.0)
         if self.unit.logits == "last":
             h = h[torch.arange(len(h)), last_token(attention_mask, write_indices)]
-        return self.lm_head(self.norm(h)).float()
+        return at_least_float32(self.lm_head(self.norm(h)))
 
 
 def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:

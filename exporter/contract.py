@@ -52,8 +52,8 @@ ONNX_TYPES = {"int64": 7, "bool": 9, **{dtype.name: dtype.onnx for dtype in DTYP
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a tensor spec's dtype name."""
-    return DTYPES[name].numpy if name in DTYPES else np.dtype(name)
+    """The numpy dtype of a tensor spec's dtype name; "fp64" exists for references only, no graph is exported in it."""
+    return DTYPES[name].numpy if name in DTYPES else np.dtype({"fp64": "float64"}.get(name, name))
 
 
 def lookup_dtype(name: str) -> DType:

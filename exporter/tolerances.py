@@ -1,6 +1,7 @@
 """The tolerance ledger: what each comparison may differ by, beside the largest difference measured and the reason.
 
-Errors are max |a − b| over real tokens, relative to the rms of the reference. Commands and tests read only this table.
+Errors are max |a − b| over real tokens, relative to the rms of the reference. Commands and tests read only this table;
+`python -m benchmarks.tolerances` measures its `measured` column.
 """
 
 from __future__ import annotations
@@ -20,12 +21,27 @@ class Tolerance:
 
 
 _FLOAT32 = "float32 sums taken in another order"
-_FLOAT16 = "eager rounds every operator's result to half; onnxruntime keeps float32 between fused operators"
+_FLOAT16 = "results rounded to half between operators, against float32 arithmetic over the same half weights"
 
+# Measured over ten seeds: components and block at 8B geometry, stack of 30 blocks at SmolLM2's, a tiny model; random weights.
 EAGER_VS_ONNXRUNTIME: dict[tuple[str, str], Tolerance] = {
-    **{(unit, "fp32"): Tolerance(1e-4, 0.0, _FLOAT32) for unit in ("block", "stack", "model", "component")},
-    **{(unit, "fp16"): Tolerance(1e-2, 0.0, _FLOAT16) for unit in ("block", "stack", "model", "component")},
+    ("component", "fp32"): Tolerance(1e-4, 4.5e-6, _FLOAT32),
+    ("block", "fp32"): Tolerance(1e-4, 3.6e-6, _FLOAT32),
+    ("stack", "fp32"): Tolerance(1e-4, 9.5e-6, _FLOAT32),
+    ("model", "fp32"): Tolerance(1e-4, 2.6e-6, _FLOAT32),
+    ("component", "fp16"): Tolerance(9e-3, 4.5e-3, _FLOAT16),
+    ("block", "fp16"): Tolerance(6e-3, 2.9e-3, _FLOAT16),
+    ("stack", "fp16"): Tolerance(9e-3, 4.4e-3, _FLOAT16),
+    ("model", "fp16"): Tolerance(6e-3, 2.7e-3, _FLOAT16),
 }
+
+# Trained weights can make a scenario ill-conditioned: SmolLM2's activations reach 24,000 = 60 × rms after block 3, and a
+# relative change of 1e-6 in the input of its 30 blocks moves their output by up to 2e-4 of rms. No arithmetic meets a fixed
+# bound there (measured: whole model fp16 3.0e-2, stack of its first 8 blocks fp16 1.1e-1 and fp32 3.4e-4). A graph that
+# misses the table is therefore also judged against a control: the eager definition itself in another arithmetic (half for
+# half graphs, float64 for float32 ones). The graph may be this many times as far from the reference as the control is:
+# the reference strays as well, and which way each rounds is chance (2.1 times was seen, on the first 8 blocks at bf16).
+CONTROL_FACTOR = 4.0
 
 
 def eager_vs_onnxruntime(unit: Unit, dtype: str) -> Tolerance:

@@ -16,7 +16,7 @@ from exporter.catalogue import ModelConfig
 from exporter.contract import Unit, weight_shapes
 from exporter.errors import InputError
 
-TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
+TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class WeightSource(Protocol):

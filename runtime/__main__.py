@@ -120,7 +120,7 @@ def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    bundle, tokenizer = _open_text_bundle(arguments.bundle)
+    _, tokenizer = _open_text_bundle(arguments.bundle)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with _open(arguments, max_batch=1) as session:
         generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, sampler)
@@ -153,7 +153,7 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
         if validation:
             verdict = "PASSED" if validation["passed"] else "FAILED"
-            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['tolerance']['allowed']:.0e} allowed")
+            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['max_allowed']:.0e} allowed")
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)

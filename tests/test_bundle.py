@@ -397,7 +397,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_those_of_others_are_not(tmp_p
 def test_the_folder_of_a_run_that_lives_is_not_removed(tmp_path, component):
     living = tmp_path / ".bundle.partial-x"
     living.mkdir()
-    hold = "import fcntl, os, sys; lock = os.open(sys.argv[1], os.O_RDONLY); fcntl.flock(lock, fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    hold = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", hold, living], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         fill(tmp_path / "bundle", component)

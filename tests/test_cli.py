@@ -249,6 +249,7 @@ def test_a_truncated_data_file_is_refused_by_every_command(capsys, block, main):
 
 def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, tmp_path, checkpoint):
     monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("component", "fp16"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     arguments = ["--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(tmp_path / "bundle")]
     assert exporter(["export", *arguments]) == 1
     error = capsys.readouterr().err
@@ -260,12 +261,14 @@ def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, t
 def test_a_failed_validation_leaves_the_old_bundle(monkeypatch, block, checkpoint):
     before = {path.name: path.read_bytes() for path in block.iterdir()}
     monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("component", "fp16"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     assert exporter(["export", "--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(block)]) == 1
     assert {path.name: path.read_bytes() for path in block.iterdir()} == before
 
 
 def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monkeypatch, block):
     monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("block", "fp32"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     assert exporter(["validate", str(block), "--format", "json"]) == 1
     assert not json.loads(capsys.readouterr().out)["passed"]
     assert not Bundle.open(block).read_report()["validation"]["passed"]

@@ -192,6 +192,10 @@ def structure(graph: ir.Graph, parameter_shapes: dict) -> list[str]:
         return digests[value]
 
     for node in graph:
+        if node.op_type == "Shape":  # whichever input an axis is read from, it is the same axis
+            start, end = (node.attributes[k].value for k in ("start", "end"))
+            digests[node.outputs[0]] = f"size {node.inputs[0].shape[start:end]}"
+            continue
         attributes = sorted((k, str(a.value)) for k, a in node.attributes.items())
         for k, output in enumerate(node.outputs):
             digests[output] = digest(f"{node.op_type} {attributes} {[of(v) for v in node.inputs]} {k}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 
 import numpy as np
 import pytest
@@ -60,9 +59,9 @@ def test_scaling_divides_long_wavelengths(scaled_by):
 
 
 def test_the_edges_of_the_blend_follow_the_scaling_s_own_numbers():
-    """theta 256, D = 8: frequencies 1, 1/4, 1/16, 1/64; with context 2π·64 they turn 64, 16, 4 and 1 times in it."""
-    scaling = dataclasses.replace(RopeScaling(2.0, low_freq_factor=4.0, high_freq_factor=28.0), original_context_length=2 * np.pi * 64)
-    assert frequencies(8, 256.0, scaling) == pytest.approx([1.0, 0.75 / 4, 0.5 / 16, 0.5 / 64], rel=1e-12)
+    """theta 256, D = 8: frequencies 1, 1/4, 1/16, 1/64; a context of 402,124 is 2π · 64,000: they turn 64,000, 16,000, 4,000 and 1,000 times."""
+    scaling = RopeScaling(2.0, low_freq_factor=4_000, high_freq_factor=28_000, original_context_length=402_124)
+    assert frequencies(8, 256.0, scaling) == pytest.approx([1.0, 0.75 / 4, 0.5 / 16, 0.5 / 64], rel=1e-5)
 
 
 def test_factor_one_changes_nothing():

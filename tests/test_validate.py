@@ -11,8 +11,8 @@ from exporter.export import ExportRequest, export_bundle, validate_bundle
 from exporter.scenarios import cache_scenarios
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.protocol import Stepper
-from exporter.tolerances import EAGER_VS_ONNXRUNTIME, Tolerance, eager_vs_onnxruntime
-from exporter.validate import compare, summarize, validate
+from exporter.tolerances import CONTROL_FACTOR, EAGER_VS_ONNXRUNTIME, eager_vs_onnxruntime
+from exporter.validate import CACHE_ROWS, compare, compare_tensor, judge_by_control, record, summarize
 from exporter.weights import RandomWeights
 from tests.conftest import MAX_POSITIONS, TINY
 
@@ -70,17 +70,24 @@ def shifted_cache_row(outputs, cache):
     return outputs
 
 
+def recorded(stepper: Stepper):
+    return record(TINY, UNIT, MAX_POSITIONS, stepper, stepper.contract)
+
+
 @pytest.mark.parametrize("damage", [scaled, one_nan, one_wrong_row, renamed, other_dtype, other_shape, shifted_cache_row])
-def test_a_planted_fault_fails(damage):
-    comparisons = validate(TINY, UNIT, MAX_POSITIONS, eager(), Faulty(damage), eager_vs_onnxruntime(UNIT, "fp32"))
+def test_a_planted_fault_fails_with_and_without_a_control(damage):
+    reference = recorded(eager())
+    comparisons = compare(reference, recorded(Faulty(damage)), eager_vs_onnxruntime(UNIT, "fp32"))
     assert not all(c.passed for c in comparisons)
+    control = EagerStepper.from_weights(TINY, UNIT, "fp64", MAX_POSITIONS, RandomWeights(TINY, 0))
+    control_recording = record(TINY, UNIT, MAX_POSITIONS, control, eager().contract)
+    assert not all(c.passed for c in judge_by_control(comparisons, reference, control_recording))
 
 
 def test_no_fault_passes_and_the_report_states_every_shape():
-    reference, candidate = eager(), Faulty(lambda outputs, cache: outputs)
     tolerance = eager_vs_onnxruntime(UNIT, "fp32")
-    comparisons = validate(TINY, UNIT, MAX_POSITIONS, reference, candidate, tolerance)
-    section = summarize(comparisons, reference, candidate, tolerance)
+    comparisons = compare(recorded(eager()), recorded(Faulty(lambda outputs, cache: outputs)), tolerance)
+    section = summarize(comparisons, "eager", "faultless", tolerance, None)
     assert section["passed"] and section["max_error"] == 0.0
     shapes = {c["scenario"]: c["shapes"] for c in section["comparisons"] if c["tensor"] == "hidden_states_out"}
     assert shapes["decode"] == [[2, 5, 64], [2, 1, 64], [2, 1, 64], [2, 1, 64]]
@@ -91,8 +98,26 @@ def test_one_wrong_row_of_4096_fails():
     reference = np.random.default_rng(0).standard_normal((4096, 8))
     wrong = reference.copy()
     wrong[1234] += 0.01
-    assert not compare("s", "t", [(reference, wrong)], Tolerance(1e-3, 0.0, "")).passed
-    assert compare("s", "t", [(reference, reference + 1e-5)], Tolerance(1e-3, 0.0, "")).passed
+    assert not compare_tensor("s", "t", [reference], [wrong], 1e-3).passed
+    assert compare_tensor("s", "t", [reference], [reference + 1e-5], 1e-3).passed
+
+
+def test_a_control_widens_what_is_allowed_by_what_it_strayed_itself_and_no_more():
+    reference = {("s", "t"): [np.ones(4)], ("s", "u"): [np.ones(4)]}
+    control = {("s", "t"): [np.full(4, 1.01)], ("s", "u"): [np.full(4, np.nan)]}
+    for error, passed in ((0.01 * CONTROL_FACTOR - 1e-6, True), (0.01 * CONTROL_FACTOR + 1e-6, False)):
+        candidate = {key: [array + error for array in arrays] for key, arrays in reference.items()}
+        tolerance = eager_vs_onnxruntime(UNIT, "fp32")
+        judged = judge_by_control(compare(reference, candidate, tolerance), reference, control)
+        assert [c.passed for c in judged] == [passed, False]  # a control that broke down widens nothing
+
+
+def test_large_cache_values_are_judged_by_their_own_size():
+    rows = np.ones(10_000)
+    rows[0] = 50.0
+    half = rows * (1 + 2**-11)
+    assert compare_tensor("s", CACHE_ROWS, [rows], [half], 1e-3).passed
+    assert not compare_tensor("s", "hidden_states_out", [rows], [half], 1e-3).passed
 
 
 def test_the_scenarios_cover_what_they_name():

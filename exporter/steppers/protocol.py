@@ -87,5 +87,5 @@ class Stepper(ABC):
             first_row: the first cache row that takes part.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not abstract on purpose: most steppers hold nothing
         """Frees what the stepper holds; it cannot be used afterwards."""
