@@ -172,7 +172,7 @@ class Flat(OnePiece):
         return super().forward(x, position_ids, write_indices, attention_mask, k0, v0, k1, v1)
 
 
-def structure(graph: ir.Graph, parameter_shapes: dict) -> list[str]:
+def structure(graph: ir.Graph) -> list[str]:
     """A hash of each output that depends on operators, attributes and wiring, not on names: equal hashes, equal graphs."""
     digests: dict[ir.Value, str] = {}
 
@@ -180,8 +180,7 @@ def structure(graph: ir.Graph, parameter_shapes: dict) -> list[str]:
         return hashlib.sha256(text.encode()).hexdigest()
 
     for i, value in enumerate(graph.inputs):
-        if value.name not in parameter_shapes:
-            digests[value] = f"input {i}"
+        digests[value] = f"input {i}"
 
     def of(value):
         if value is None:
@@ -209,11 +208,8 @@ def test_assembled_graph_equals_one_traced_in_one_piece(kind):
     inputs = [TensorSpec(f"input_{i}", spec.dtype, spec.axes) for i, spec in enumerate(contract.inputs)]
     outputs = [spec.name for spec in contract.outputs]
     whole = trace_fragment(lambda: Flat(unit), "fp32", inputs, outputs)
-    for constant in whole.constants:
-        assert constant.const_value is not None
     assembled = assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph
-    assert sum(1 for _ in whole.graph) == sum(1 for _ in assembled)
-    assert structure(whole.graph, whole.parameters) == structure(assembled, {})
+    assert structure(whole.graph) == structure(assembled)
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------------
