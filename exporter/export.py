@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import resource
 import shutil
 import tempfile
 import time
@@ -19,6 +18,7 @@ from exporter.catalogue import ModelConfig
 from exporter.contract import Unit, check_max_positions, graph_contract, lookup_dtype
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
+from exporter.memory import peak_memory_bytes
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.store import GraphWeights, write_graph
@@ -183,8 +183,3 @@ def versions(*packages: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from engines.records import read_records
 from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
@@ -157,6 +158,12 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)
+        for engine in read_records(bundle.folder):
+            table.add_row(
+                "engine",
+                f"{engine.file}, {engine.size_bytes / 2**20:,.0f} MiB, {engine.backend} {engine.version}, {engine.portability}; "
+                f"profiles {', '.join(profile['name'] for profile in engine.profiles)}; built in {engine.build_seconds:.1f} s",
+            )
     cli.stderr.print(table)
     print(f"text      {text!r}")
 

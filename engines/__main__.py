@@ -1,0 +1,190 @@
+"""`python -m engines`: build, inspect, refit."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from engines.backend import Backend, choose_backend
+from engines.build import BuildRequest, build_bundle, build_onnx
+from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
+from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
+from engines.records import EngineRecord, read_records
+from exporter import cli
+from exporter.bundle import Bundle
+from exporter.contract import DEFAULT_CACHE_CAPACITY
+from exporter.errors import InputError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="blockline-build", description="From a bundle, or any ONNX file, to a TensorRT engine.")
+    commands = parser.add_subparsers(title="commands", required=True)
+
+    build = commands.add_parser("build", help="check a graph and compile it; needs no GPU with tensorrt-rtx")
+    build.add_argument("bundle", nargs="?", metavar="BUNDLE", help="the bundle's folder; the engine goes into it")
+    build.add_argument("--onnx", metavar="FILE", help="an ONNX file instead of a bundle")
+    build.add_argument("-o", "--output", metavar="FOLDER", help="where the engine of --onnx goes")
+    _add_backend(build)
+    _add_shapes(build)
+    _add_options(build)
+    build.set_defaults(run=_build)
+
+    inspect = commands.add_parser("inspect", help="show a bundle's network as TensorRT understands it, and its engines")
+    inspect.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    _add_backend(inspect)
+    _add_shapes(inspect)
+    cli.add_format(inspect)
+    inspect.set_defaults(run=_inspect)
+
+    refit = commands.add_parser("refit", help="put the bundle's weights into an engine built with --refit or --strip-plan (needs a GPU)")
+    refit.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    refit.add_argument("--engine", metavar="FILE", help="its name in the bundle (default: the only one)")
+    refit.set_defaults(run=_refit)
+    return parser
+
+
+def _add_backend(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto", metavar="NAME", help="tensorrt, tensorrt-rtx, or auto: tensorrt where a GPU is visible")
+
+
+def _add_shapes(parser: argparse.ArgumentParser) -> None:
+    shapes = parser.add_argument_group("shapes")
+    shapes.add_argument("--max-batch", type=int, metavar="N", help=f"most sequences of one step (default {DEFAULT_MAX_BATCH})")
+    shapes.add_argument("--max-seq-len", type=int, metavar="N", help=f"most new tokens of one step, not the total (default {DEFAULT_MAX_SEQ_LEN})")
+    shapes.add_argument("--cache-capacity", type=int, metavar="N", help=f"cache rows per sequence (default {DEFAULT_CACHE_CAPACITY})")
+    for which in ("min", "opt", "max"):
+        shapes.add_argument(
+            f"--{which}-shapes",
+            nargs="+",
+            action="append",
+            default=[],
+            metavar="SHAPES",
+            help=f"{which} shape of each dynamic input, x:1x16,y:1 or x:[1,16] y:[1]; given again for a second profile",
+        )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    options = parser.add_argument_group("options of TensorRT")
+    options.add_argument("--workspace", type=int, metavar="MIB", help="limit of the workspace, in MiB")
+    options.add_argument("--builder-optimization-level", type=int, metavar="0-5", help="how long to search for kernels")
+    options.add_argument("--timing-cache", type=Path, metavar="FILE", help="kernel timings to reuse and extend")
+    options.add_argument("--version-compatible", action="store_true", help="run on later versions of TensorRT too")
+    options.add_argument(
+        "--hardware-compatibility", default="none", metavar="LEVEL", help=f"one of {', '.join(HARDWARE_COMPATIBILITY)} (default none)"
+    )
+    options.add_argument("--strip-plan", action="store_true", help="leave the weights out of the engine; refit them before use")
+    options.add_argument("--refit", action="store_true", help="allow weights to be replaced later")
+    options.add_argument(
+        "--profiling-verbosity",
+        default="layer_names_only",
+        metavar="WHICH",
+        help=f"one of {', '.join(PROFILING_VERBOSITY)} (default layer_names_only)",
+    )
+    options.add_argument("--tf32", action="store_true", help="allow TF32 in float32 matrix products (default: not allowed)")
+
+
+def _request(arguments: argparse.Namespace, options: BuildOptions) -> BuildRequest:
+    shapes = {f"{which}_shapes": tuple(",".join(texts) for texts in getattr(arguments, f"{which}_shapes")) for which in ("min", "opt", "max")}
+    return BuildRequest(arguments.max_batch, arguments.max_seq_len, arguments.cache_capacity, **shapes, options=options)
+
+
+def _backend(arguments: argparse.Namespace) -> Backend:
+    backend = choose_backend(arguments.backend)
+    cli.say(f"backend: {backend} ({backend.reason})")
+    return backend
+
+
+def _build(arguments: argparse.Namespace) -> None:
+    if bool(arguments.bundle) == bool(arguments.onnx) or bool(arguments.onnx) != bool(arguments.output):
+        raise InputError("build: give either a BUNDLE, or --onnx FILE with -o FOLDER")
+    options = BuildOptions(
+        workspace_mib=arguments.workspace,
+        builder_optimization_level=arguments.builder_optimization_level,
+        timing_cache=arguments.timing_cache,
+        version_compatible=arguments.version_compatible,
+        hardware_compatibility=arguments.hardware_compatibility,
+        strip_plan=arguments.strip_plan,
+        refit=arguments.refit,
+        profiling_verbosity=arguments.profiling_verbosity,
+        tf32=arguments.tf32,
+    )
+    request = _request(arguments, options)
+    backend = _backend(arguments)
+    if arguments.bundle:
+        record = build_bundle(Bundle.open(arguments.bundle), backend, request, cli.say)
+    else:
+        record = build_onnx(Path(arguments.onnx), Path(arguments.output), backend, request, cli.say)
+    _print_record(record)
+
+
+def _print_record(record: EngineRecord) -> None:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("engine", f"{record.file}, {record.size_bytes / 2**20:,.1f} MiB")
+    table.add_row("built with", f"{record.backend} {record.version}; {record.portability}")
+    table.add_row("took", f"{record.build_seconds:.1f} s, {record.peak_memory_bytes / 2**30:.2f} GiB at most")
+    table.add_row("TF32", "allowed" if record.options["tf32"] else "not allowed")
+    for profile in record.profiles:
+        table.add_row(f"profile {profile['name']}", _ranges(profile))
+    cli.stderr.print(table)
+
+
+def _ranges(profile: dict) -> str:
+    """The dynamic inputs of a profile, each as min … max; cache tensors follow the batch and are left out."""
+    shown = {name: r for name, r in profile["ranges"].items() if r["min"] != r["max"] and not name.startswith("past_key_values.")}
+    return ", ".join(f"{name} {'×'.join(map(str, r['min']))} … {'×'.join(map(str, r['max']))}" for name, r in shown.items())
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from engines.inspection import inspect_bundle
+
+    backend = _backend(arguments)
+    result = inspect_bundle(Bundle.open(arguments.bundle), backend, _request(arguments, BuildOptions()))
+    if arguments.format == "json":
+        cli.print_json(result)
+    else:
+        _print_inspection(result)
+
+
+def _print_inspection(result: dict) -> None:
+    table = Table("tensor", "mode", "dtype", "shape", "shares memory with", title=f"{result['unit']}, {result['dtype']}", title_justify="left")
+    for tensor in result["io"]:
+        table.add_row(tensor["name"], tensor["mode"], tensor["dtype"], "×".join(map(str, tensor["shape"])), tensor["alias"] or "")
+    cli.stderr.print(table)
+    cli.say(f"layers: {', '.join(f'{count} {name}' for name, count in result['layers'].items())}")
+    masked = sum(layer["mask"] and layer["causal_kind"] == "NONE" for layer in result["attention"])
+    cli.say(f"attention: {len(result['attention'])} layers, {masked} with an explicit mask and no causal kind")
+    cli.say(f"cache updates: {result['kv_cache_updates']}, each of an input into an output at the same address")
+    memory = result["memory"]
+    cli.say(
+        f"memory: weights {memory['weights_bytes'] / 2**20:,.1f} MiB, activations about {memory['activations_estimate_bytes'] / 2**20:,.1f} MiB, "
+        f"cache {memory['cache_bytes_per_sequence'] / 2**20:,.1f} MiB a sequence of {result['cache_capacity']} tokens"
+    )
+    for note in result["notes"]:
+        cli.say(f"note: {note}")
+    for engine in result["engines"]:
+        _print_record(EngineRecord(**{name: engine[name] for name in EngineRecord.__dataclass_fields__}))
+        cli.say(f"usable here: {engine['usable']}")
+    if not result["engines"]:
+        cli.say("engines: none; `python -m engines build` makes one")
+
+
+def _refit(arguments: argparse.Namespace) -> None:
+    from engines.refit import refit_bundle
+
+    bundle = Bundle.open(arguments.bundle)
+    records = [r for r in read_records(bundle.folder) if arguments.engine in (None, r.file)]
+    if len(records) != 1:
+        names = [record.file for record in read_records(bundle.folder)]
+        raise InputError(f"refit: got --engine {arguments.engine}, expected one of {names}")
+    _print_record(refit_bundle(bundle, choose_backend(records[0].backend), records[0]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return cli.run(lambda parsed: parsed.run(parsed), _parser(), arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

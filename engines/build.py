@@ -1,0 +1,270 @@
+"""The build: source → checked network → engine file, with its record; nothing appears in the folder until all went well."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from engines.backend import Backend
+from engines.checks import check_network
+from engines.gpu import visible_gpus
+from engines.network import ParsedNetwork, parse_network
+from engines.options import BuildOptions, apply_options, check_options
+from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
+from engines.progress import BuildProgress
+from engines.records import EngineRecord, publish
+from engines.source import check_attention_nodes, fix_capacity, input_axes, load_source
+from exporter.bundle import GRAPH_FILE, Bundle, Manifest, sha256_of
+from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
+from exporter.errors import CheckFailed, InputError
+from exporter.memory import peak_memory_bytes
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """Shapes and options of a build; None takes the default.
+
+    Attributes:
+        max_batch: most sequences of one step (default 4).
+        max_seq_len: most new tokens of one step (default 512, at most the capacity).
+        cache_capacity: cache rows per sequence (default the smaller of 2,048 and the export's positions).
+        min_shapes, opt_shapes, max_shapes: explicit profiles instead, as texts.
+        options: everything else.
+    """
+
+    max_batch: int | None = None
+    max_seq_len: int | None = None
+    cache_capacity: int | None = None
+    min_shapes: tuple[str, ...] = ()
+    opt_shapes: tuple[str, ...] = ()
+    max_shapes: tuple[str, ...] = ()
+    options: BuildOptions = field(default_factory=BuildOptions)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A network that passed its checks, with what the build and its record need.
+
+    Attributes:
+        model: the source with its capacity fixed, without external data.
+        parsed: the network.
+        profiles: shapes to build for.
+        cache_capacity: None where the graph has no cache.
+        notes: of the checks.
+    """
+
+    model: onnx.ModelProto
+    parsed: ParsedNetwork
+    profiles: list[Profile]
+    cache_capacity: int | None
+    notes: list[str]
+
+
+def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> Prepared:
+    """Parses and checks a bundle's graph for a build.
+
+    Raises:
+        InputError: inconsistent shapes.
+        CheckFailed: TensorRT would not compute what the graph says.
+        BackendError: the backend cannot honour an option or has no kernel for the graph.
+    """
+    manifest = bundle.manifest
+    capacity = None
+    if manifest.unit.has_cache:
+        capacity = check_cache_capacity(request.cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
+    elif request.cache_capacity is not None:
+        raise InputError(f"cache_capacity: got {request.cache_capacity} for a {manifest.unit}, which has no cache")
+    return _prepare(bundle.graph_path, backend, request, capacity, manifest)
+
+
+def prepare_onnx(path: Path, backend: Backend, request: BuildRequest) -> Prepared:
+    """Parses and checks any ONNX file for a build; raises as `prepare_bundle`."""
+    has_cache = any(CAPACITY in shape for shape in input_axes(load_source(path)).values())
+    capacity = (request.cache_capacity or DEFAULT_CACHE_CAPACITY) if has_cache else request.cache_capacity
+    return _prepare(path, backend, request, capacity, None)
+
+
+def _prepare(path: Path, backend: Backend, request: BuildRequest, capacity: int | None, manifest: Manifest | None) -> Prepared:
+    check_options(request.options, backend, visible_gpus())
+    model = load_source(path)
+    check_attention_nodes(path, model)
+    if capacity is not None:
+        fix_capacity(model, capacity)
+    profiles = _profiles(input_axes(model), request, capacity)
+    parsed = parse_network(backend, model, path)
+    notes = check_network(parsed, manifest)
+    return Prepared(model, parsed, profiles, capacity, notes)
+
+
+def _profiles(axes: dict, request: BuildRequest, capacity: int | None) -> list[Profile]:
+    if request.min_shapes or request.opt_shapes or request.max_shapes:
+        if request.max_batch is not None or request.max_seq_len is not None:
+            raise InputError("profiles: got --max-batch or --max-seq-len beside explicit shapes, expected one or the other")
+        profiles = explicit_profiles(axes, request.min_shapes, request.opt_shapes, request.max_shapes)
+    else:
+        longest = capacity or DEFAULT_CACHE_CAPACITY
+        max_seq_len = min(DEFAULT_MAX_SEQ_LEN, longest) if request.max_seq_len is None else request.max_seq_len
+        max_batch = DEFAULT_MAX_BATCH if request.max_batch is None else request.max_batch
+        profiles = default_profiles(axes, max_batch, max_seq_len, longest)
+    if capacity is not None:
+        check_capacity(profiles, capacity)
+    return profiles
+
+
+def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:
+    """Builds a bundle's engine beside its graph and records it; also leaves `model.c<capacity>.onnx` for other tools.
+
+    Raises:
+        As `prepare_bundle`; CheckFailed also when TensorRT fails to build. The bundle is then as before.
+    """
+    prepared = prepare_bundle(bundle, backend, request)
+    capacity = prepared.cache_capacity
+    stem = "model" if capacity is None else f"model.c{capacity}"
+    graph_file = GRAPH_FILE if capacity is None else f"{stem}.onnx"
+    return _build(prepared, bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, request.options, say)
+
+
+def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:
+    """Builds an engine of any ONNX file into a folder of its own; raises as `build_bundle`."""
+    prepared = prepare_onnx(path, backend, request)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"output {folder}: it is a file, expected a folder; choose another -o")
+    data = {entry.value for t in prepared.model.graph.initializer for entry in t.external_data if entry.key == "location"}
+    lineage = {name: sha256_of(path.parent / name) for name in sorted({path.name, *data})}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output {folder}: it cannot be made ({error.strerror}); choose another -o") from None
+    return _build(prepared, folder, f"{path.stem}.{backend.name}.engine", "", lineage, request.options, say)
+
+
+def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage: dict, options: BuildOptions, say) -> EngineRecord:
+    parsed, backend = prepared.parsed, prepared.parsed.backend
+    for note in prepared.notes:
+        say(f"note: {note}")
+    started = time.perf_counter()
+    with temporary_file(folder, name) as temporary:
+        config = _configure(parsed, prepared.profiles, options, say)
+        digest = _serialize(parsed, config, temporary)
+        record = EngineRecord(
+            file=name,
+            size_bytes=temporary.stat().st_size,
+            sha256=digest,
+            graph_file=graph_file,
+            backend=backend.name,
+            version=backend.version,
+            **_portability(backend, options),
+            profiles=[profile.to_dict() for profile in prepared.profiles],
+            cache_capacity=prepared.cache_capacity,
+            dtypes={tensor.name: tensor.dtype for tensor in (*parsed.inputs, *parsed.outputs)},
+            lineage=lineage,
+            options=options.to_dict(),
+            build_seconds=round(time.perf_counter() - started, 3),
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+        if graph_file and graph_file != GRAPH_FILE:
+            with temporary_file(folder, graph_file) as graph:
+                graph.write_bytes(prepared.model.SerializeToString(deterministic=True))
+                os.replace(graph, folder / graph_file)
+        publish(folder, temporary, record)
+    return record
+
+
+def _portability(backend: Backend, options: BuildOptions) -> dict[str, str | None]:
+    if backend.is_rtx:
+        return {"compute_capability": None, "portability": "portable: Ampere and newer RTX GPUs"}
+    here = visible_gpus()[0]
+    if options.hardware_compatibility == "ampere_plus":
+        return {"compute_capability": None, "portability": "Ampere and newer GPUs"}
+    return {"compute_capability": here.compute_capability, "portability": f"compute capability {here.compute_capability}, built on {here.name}"}
+
+
+def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOptions, say) -> Any:
+    trt = parsed.backend.trt
+    config = parsed.builder.create_builder_config()
+    apply_options(options, trt, config)
+    if options.timing_cache is not None:
+        _load_timing_cache(options.timing_cache, config, say)
+    for profile in profiles:
+        optimization = parsed.builder.create_optimization_profile()
+        for name, r in profile.ranges.items():
+            optimization.set_shape(name, r.min, r.opt, r.max)
+        if config.add_optimization_profile(optimization) < 0:
+            raise CheckFailed(f"profile {profile.name}: {parsed.backend} refuses it: {' '.join(parsed.logger.errors[-1:])}")
+    return config
+
+
+def _load_timing_cache(path: Path, config: Any, say) -> None:
+    """Gives the config a timing cache: the file's, or a new one where the file is missing or does not fit."""
+    content = path.read_bytes() if path.is_file() else b""
+    cache = config.create_timing_cache(content)
+    if cache is None or not config.set_timing_cache(cache, False):
+        say(f"warning: timing cache {path} is damaged or of another TensorRT; it will be replaced")
+        config.set_timing_cache(config.create_timing_cache(b""), False)
+
+
+def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
+    """Builds and streams the engine into a file; returns its SHA-256.
+
+    Raises:
+        CheckFailed: TensorRT failed; the message has its last error.
+        KeyboardInterrupt: Ctrl-C; the build was stopped through its progress monitor.
+    """
+    trt, digest = parsed.backend.trt, hashlib.sha256()
+
+    class FileWriter(trt.IStreamWriter):
+        def write(self, data: Any) -> int:
+            view = memoryview(data).cast("B")
+            digest.update(view)
+            return file.write(view)
+
+    with open(path, "wb") as file, BuildProgress(trt) as progress:
+        config.progress_monitor = progress.monitor
+        writer = FileWriter()  # kept alive until the build has ended
+        good = parsed.builder.build_serialized_network_to_stream(parsed.network, config, writer)
+        file.flush()
+        os.fsync(file.fileno())
+    if progress.interrupted:
+        raise KeyboardInterrupt
+    if not good or path.stat().st_size == 0:
+        raise CheckFailed(f"build: {parsed.backend} failed: {first_sentence(parsed.logger.errors)}")
+    return digest.hexdigest()
+
+
+def first_sentence(errors: list[str]) -> str:
+    """TensorRT's last error in one line."""
+    return errors[0].splitlines()[0][:300] if errors else "it gave no reason"
+
+
+@contextlib.contextmanager
+def temporary_file(folder: Path, name: str) -> Iterator[Path]:
+    """A file in the folder that a killed build leaves behind and the next one of that name removes."""
+    prefix = f".{name}.partial-"
+    for leftover in folder.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError), open(leftover) as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leftover.unlink()
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=prefix, dir=folder)
+    except OSError as error:
+        raise InputError(f"output {folder}: it cannot be written ({error.strerror})") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.chmod(path, 0o644)
+        yield Path(path)
+    except OSError as error:
+        raise InputError(f"output {folder}: {error.strerror}; nothing was left behind") from None
+    finally:
+        Path(path).unlink(missing_ok=True)
+        os.close(descriptor)

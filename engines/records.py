@@ -1,0 +1,144 @@
+"""engines.json: one record per engine of a bundle, and the question whether an engine may be used here."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from engines.gpu import Gpu
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json, write_atomically
+from exporter.errors import BundleError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """What is known of one engine.
+
+    Attributes:
+        file, size_bytes, sha256: the engine's file in the folder.
+        graph_file: the ONNX file with the capacity fixed that it was built from.
+        backend, version: "tensorrt" or "tensorrt-rtx", and its version.
+        compute_capability: of the GPU it was built on, or None where it is portable.
+        portability: the GPUs it is meant for, in words.
+        profiles: names and ranges.
+        cache_capacity: cache rows per sequence; None where the graph has no cache.
+        dtypes: tensor name → dtype of every input and output.
+        lineage: SHA-256 of the graph and weights it came from, by file name.
+        options: how it was built.
+        build_seconds, peak_memory_bytes: what the build took.
+    """
+
+    file: str
+    size_bytes: int
+    sha256: str
+    graph_file: str
+    backend: str
+    version: str
+    compute_capability: str | None
+    portability: str
+    profiles: list[dict]
+    cache_capacity: int | None
+    dtypes: dict[str, str]
+    lineage: dict[str, str]
+    options: dict
+    build_seconds: float
+    peak_memory_bytes: int
+
+
+def read_records(folder: Path) -> list[EngineRecord]:
+    """The records of a folder, none where there is no engines.json.
+
+    Raises:
+        BundleError: engines.json is damaged or of an unknown format.
+    """
+    path = folder / ENGINES_FILE
+    if not path.is_file():
+        return []
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format_version"] != FORMAT_VERSION:
+            raise BundleError(f"{path}: got format_version {data['format_version']!r}, expected {FORMAT_VERSION}; build again")
+        return [EngineRecord(**record) for record in data["engines"]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        if isinstance(error, BundleError):
+            raise
+        raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
+
+
+def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:
+    """Puts a finished engine and its record in place; builds that end at the same time take turns.
+
+    The record is taken out first and put back last, so that a run killed in between leaves an engine without a record,
+    which nothing uses, and never a record of another engine.
+    """
+    with locked(folder):
+        others = [other for other in read_records(folder) if other.file != record.file]
+        _write(folder, others)
+        os.replace(temporary_engine, folder / record.file)
+        _write(folder, [*others, record])
+
+
+def _write(folder: Path, records: list[EngineRecord]) -> None:
+    write_atomically(folder / ENGINES_FILE, to_json({"format_version": FORMAT_VERSION, "engines": [asdict(r) for r in records]}))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder for one writer of engines."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> None:
+    """Checks an engine's file against its record: size, and with verify="full" its checksum.
+
+    Raises:
+        BundleError: the file is missing or not the one that was built.
+    """
+    path = folder / record.file
+    if not path.is_file():
+        raise BundleError(f"engine {path}: it is missing; build again")
+    if path.stat().st_size != record.size_bytes or (verify == "full" and sha256_of(path) != record.sha256):
+        raise BundleError(f"engine {path}: it is not the file that was built (size or SHA-256 differ); build again")
+
+
+def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
+    """Refuses an engine whose graph or weights are not the bundle's.
+
+    Raises:
+        BundleError: names what changed.
+    """
+    changed = sorted(name for name, checksum in bundle.lineage.items() if record.lineage.get(name) != checksum)
+    if changed:
+        raise BundleError(f"engine {bundle.folder / record.file}: {', '.join(changed)} changed since it was built; build again")
+
+
+def check_runnable(record: EngineRecord, backend: str, version: str, gpus: Sequence[Gpu]) -> None:
+    """Refuses an engine of another backend, version or GPU, before anything of it is loaded.
+
+    Raises:
+        BundleError: "built with X, this is Y".
+    """
+    if record.backend != backend:
+        raise BundleError(f"engine {record.file}: built with {record.backend} {record.version}, this is {backend} {version}; build again with it")
+    if record.version != version and not record.options["version_compatible"]:
+        raise BundleError(f"engine {record.file}: built with {record.backend} {record.version}, this is {version}; build again")
+    if not gpus:
+        raise BundleError(f"engine {record.file}: it needs a GPU, and none is visible")
+    here = gpus[0]
+    if record.compute_capability is not None and record.compute_capability != here.compute_capability:
+        raise BundleError(
+            f"engine {record.file}: built for compute capability {record.compute_capability}, this is {here.name} with "
+            f"{here.compute_capability}; build again here, or build with --hardware-compatibility"
+        )

@@ -1,0 +1,116 @@
+"""The ONNX file that an engine is built from: read without its weights, checked, its cache capacity fixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from exporter.contract import CAPACITY
+from exporter.errors import BundleError, CheckFailed
+
+Axes = dict[str, tuple[int | str, ...]]  # tensor name → number or symbol of each axis
+
+_UPPER_LEFT = (
+    "TensorRT masks causally from the upper left, query t seeing keys 0 … t only: a decode step over a cache would attend to "
+    "position 0 alone, without a warning"
+)
+
+
+def load_source(path: Path) -> onnx.ModelProto:
+    """Reads an ONNX file without its external data, and checks that the data it refers to is there.
+
+    Raises:
+        BundleError: the file is missing or damaged, or external data is missing, too short or outside the file's folder.
+    """
+    if not path.is_file():
+        raise BundleError(f"{path}: no such file")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
+    if not model.graph.node:
+        raise BundleError(f"{path}: not an ONNX file, or a damaged one (it has no nodes)")
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            _check_external(path, tensor)
+    return model
+
+
+def _check_external(path: Path, tensor: onnx.TensorProto) -> None:
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    location = where.get("location", "")
+    data = path.parent / location
+    if not location or Path(location).is_absolute() or ".." in Path(location).parts:
+        raise BundleError(f"{path}: the data of {tensor.name} is at {location!r}, expected a file in the same folder")
+    if not data.is_file():
+        raise BundleError(f"{path}: the data of {tensor.name} is missing: no {location} beside it; restore it or export again")
+    end = int(where.get("offset", 0)) + int(where.get("length", 0))
+    if data.stat().st_size < end:
+        raise BundleError(f"{path}: {location} has {data.stat().st_size:,} bytes and {tensor.name} ends at {end:,}; it was truncated")
+
+
+def input_axes(model: onnx.ModelProto) -> Axes:
+    """The axes of every graph input: numbers, and symbols by name ("" where an axis is dynamic and has none)."""
+    return {
+        value.name: tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in value.type.tensor_type.shape.dim)
+        for value in model.graph.input
+    }
+
+
+def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
+    """Makes `cache_capacity` the given number wherever an input or output names it; TensorRT's cache update needs it static.
+
+    Inferred shapes inside the graph are dropped: they would still carry the symbol.
+    """
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == CAPACITY:
+                dim.dim_value = capacity
+    del model.graph.value_info[:]
+
+
+def check_attention_nodes(path: Path, model: onnx.ModelProto) -> None:
+    """Refuses Attention nodes that TensorRT's parser rejects, or accepts and computes differently from the standard.
+
+    Raises:
+        CheckFailed: lists every such node with what TensorRT would have done.
+    """
+    problems = [
+        f"{node.name or node.output[0]}: {reason}"
+        for node in model.graph.node
+        if node.op_type == "Attention"
+        for reason in _misread(node, model.graph)
+    ]
+    if problems:
+        raise CheckFailed(f"{path}: TensorRT would not compute what this graph says:\n  " + "\n  ".join(problems))
+
+
+def _misread(node: onnx.NodeProto, graph: onnx.GraphProto) -> list[str]:
+    inputs = list(node.input) + [""] * (7 - len(node.input))
+    attributes = {attribute.name: attribute for attribute in node.attribute}
+    problems = []
+    if inputs[6]:
+        problems.append(f"it has nonpad_kv_seqlen, which TensorRT's parser drops; use an explicit mask. With is_causal, {_UPPER_LEFT}")
+    if inputs[4] or inputs[5]:
+        problems.append("it has past inputs, which TensorRT's parser refuses; update the cache with TensorScatter and pass all keys")
+    if len(node.output) > 1:
+        problems.append(f"it has {len(node.output)} outputs, of which TensorRT's parser allows one; compute present outside")
+    for name in ("softcap", "softmax_precision"):
+        if name in attributes and (name != "softcap" or attributes[name].f):
+            problems.append(f"it has {name}, which TensorRT's parser refuses")
+    if "is_causal" in attributes and attributes["is_causal"].i and not inputs[6] and not _equal_lengths(inputs, graph):
+        problems.append(f"it has is_causal over keys that may be longer than the queries; {_UPPER_LEFT}; use an explicit mask")
+    return problems
+
+
+def _equal_lengths(inputs: list[str], graph: onnx.GraphProto) -> bool:
+    """Whether queries and keys are known to have the same length, where upper-left and lower-right masks agree."""
+    lengths = []
+    for value in (*graph.input, *graph.value_info):
+        dims = value.type.tensor_type.shape.dim
+        if value.name in inputs[:2] and len(dims) in (3, 4):
+            length = dims[-2]
+            lengths.append((value.name, length.dim_param or length.dim_value))
+    return len({name for name, _ in lengths}) == len(set(inputs[:2])) and len({length for _, length in lengths}) == 1 and bool(lengths[0][1])
