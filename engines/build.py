@@ -24,7 +24,7 @@ from engines.options import BuildOptions, apply_options, check_options
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
 from engines.progress import BuildProgress
 from engines.records import EngineRecord, publish
-from engines.source import check_attention_nodes, fix_capacity, input_axes, load_source
+from engines.source import check_attention_nodes, check_cache_axes, fix_capacity, input_axes, load_source
 from exporter.bundle import GRAPH_FILE, Bundle, Manifest, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.errors import CheckFailed, InputError
@@ -101,6 +101,7 @@ def _prepare(path: Path, backend: Backend, request: BuildRequest, capacity: int 
     check_attention_nodes(path, model)
     if capacity is not None:
         fix_capacity(model, capacity)
+    check_cache_axes(path, model)
     profiles = _profiles(input_axes(model), request, capacity)
     parsed = parse_network(backend, model, path)
     notes = check_network(parsed, manifest)

@@ -71,6 +71,22 @@ def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
     del model.graph.value_info[:]
 
 
+def check_cache_axes(path: Path, model: onnx.ModelProto) -> None:
+    """Refuses cache updates of inputs that still have a dynamic axis beside the batch; TensorRT's cache update has none.
+
+    Raises:
+        CheckFailed: names each such input and its axes.
+    """
+    axes = input_axes(model)
+    caches = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter" and node.input[0] in axes]
+    problems = [f"{name}: got axes {list(axes[name])}" for name in caches if any(isinstance(axis, str) for axis in axes[name][1:])]
+    if problems:
+        raise CheckFailed(
+            f"{path}: TensorRT updates only caches of a fixed capacity, expected a number at every axis but the batch; name the axis "
+            f"{CAPACITY} and give --cache-capacity:\n  " + "\n  ".join(problems)
+        )
+
+
 def check_attention_nodes(path: Path, model: onnx.ModelProto) -> None:
     """Refuses Attention nodes that TensorRT's parser rejects, or accepts and computes differently from the standard.
 
