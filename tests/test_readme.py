@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import engines.__main__
 import exporter.__main__
 import runtime.__main__
 from tests.conftest import ROOT
@@ -32,8 +37,17 @@ def test_the_embedding_example_runs_and_prints_what_it_says(in_workspace, capsys
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command):
     _, _, module, *arguments = shlex.split(command)
-    parser = {"exporter": exporter.__main__._parser, "runtime": runtime.__main__._parser}[module]()
+    parser = {"exporter": exporter.__main__, "engines": engines.__main__, "runtime": runtime.__main__}[module]._parser()
     assert parser.parse_args(arguments).run
+
+
+def test_polygraphy_reads_and_compiles_what_build_leaves(tmp_path):
+    (script,) = [text for kind, text in BLOCKS if kind == "bash" and "polygraphy" in text]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "past_key_values.0.key [dtype=float16, shape=('batch_size', 3, 1024, 64)]" in result.stdout
+    assert (tmp_path / "build" / "block.engine").stat().st_size > 5e6
 
 
 def test_the_make_targets_exist():
