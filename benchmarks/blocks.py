@@ -1,6 +1,6 @@
 """Time and peak memory of exporting, validating and compiling one full-size block, each command in a process of its own.
 
-    python -m benchmarks.blocks [MODEL ...]          writes benchmarks/records/blocks.json
+python -m benchmarks.blocks [MODEL ...]          writes benchmarks/records/blocks.json
 """
 
 from __future__ import annotations

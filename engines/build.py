@@ -23,7 +23,7 @@ from engines.network import ParsedNetwork, parse_network
 from engines.options import BuildOptions, apply_options, check_options
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
 from engines.progress import BuildProgress
-from engines.records import EngineRecord, publish
+from engines.records import EngineRecord, publish, read_records
 from engines.source import check_attention_nodes, check_cache_axes, fix_capacity, input_axes, load_source
 from exporter.bundle import GRAPH_FILE, Bundle, Manifest, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
@@ -91,7 +91,11 @@ def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> P
 def prepare_onnx(path: Path, backend: Backend, request: BuildRequest) -> Prepared:
     """Parses and checks any ONNX file for a build; raises as `prepare_bundle`."""
     has_cache = any(CAPACITY in shape for shape in input_axes(load_source(path)).values())
-    capacity = (request.cache_capacity or DEFAULT_CACHE_CAPACITY) if has_cache else request.cache_capacity
+    capacity = request.cache_capacity
+    if capacity is not None and capacity < 1:
+        raise InputError(f"cache_capacity: got {capacity}, expected at least 1")
+    if capacity is None and has_cache:
+        capacity = DEFAULT_CACHE_CAPACITY
     return _prepare(path, backend, request, capacity, None)
 
 
@@ -114,10 +118,9 @@ def _profiles(axes: dict, request: BuildRequest, capacity: int | None) -> list[P
             raise InputError("profiles: got --max-batch or --max-seq-len beside explicit shapes, expected one or the other")
         profiles = explicit_profiles(axes, request.min_shapes, request.opt_shapes, request.max_shapes)
     else:
-        longest = capacity or DEFAULT_CACHE_CAPACITY
-        max_seq_len = min(DEFAULT_MAX_SEQ_LEN, longest) if request.max_seq_len is None else request.max_seq_len
+        max_seq_len = min(DEFAULT_MAX_SEQ_LEN, capacity or DEFAULT_MAX_SEQ_LEN) if request.max_seq_len is None else request.max_seq_len
         max_batch = DEFAULT_MAX_BATCH if request.max_batch is None else request.max_batch
-        profiles = default_profiles(axes, max_batch, max_seq_len, longest)
+        profiles = default_profiles(axes, max_batch, max_seq_len, capacity)
     if capacity is not None:
         check_capacity(profiles, capacity)
     return profiles
@@ -154,10 +157,13 @@ def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage
     parsed, backend = prepared.parsed, prepared.parsed.backend
     for note in prepared.notes:
         say(f"note: {note}")
+    read_records(folder)  # a damaged engines.json shows before the build, not after it
     started = time.perf_counter()
     with temporary_file(folder, name) as temporary:
         config = _configure(parsed, prepared.profiles, options, say)
         digest = _serialize(parsed, config, temporary)
+        if options.timing_cache is not None:
+            _save_timing_cache(options.timing_cache, config)
         record = EngineRecord(
             file=name,
             size_bytes=temporary.stat().st_size,
@@ -215,11 +221,21 @@ def _load_timing_cache(path: Path, config: Any, say) -> None:
         config.set_timing_cache(config.create_timing_cache(b""), False)
 
 
+def _save_timing_cache(path: Path, config: Any) -> None:
+    """Writes the timings that the build has added to, in one step."""
+    try:
+        with temporary_file(path.parent, path.name) as temporary:
+            temporary.write_bytes(memoryview(config.get_timing_cache().serialize()))
+            os.replace(temporary, path)
+    except InputError as error:
+        raise InputError(f"timing cache {path}: {error}") from None
+
+
 def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
     """Builds and streams the engine into a file; returns its SHA-256.
 
     Raises:
-        CheckFailed: TensorRT failed; the message has its last error.
+        CheckFailed: TensorRT failed; the message has its first error.
         KeyboardInterrupt: Ctrl-C; the build was stopped through its progress monitor.
     """
     trt, digest = parsed.backend.trt, hashlib.sha256()
@@ -244,7 +260,7 @@ def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
 
 
 def first_sentence(errors: list[str]) -> str:
-    """TensorRT's last error in one line."""
+    """TensorRT's first error, which is the cause of the others, in one line."""
     return errors[0].splitlines()[0][:300] if errors else "it gave no reason"
 
 
@@ -257,15 +273,24 @@ def temporary_file(folder: Path, name: str) -> Iterator[Path]:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
     try:
-        descriptor, path = tempfile.mkstemp(prefix=prefix, dir=folder)
+        descriptor, path = _locked_file(folder, prefix)
     except OSError as error:
         raise InputError(f"output {folder}: it cannot be written ({error.strerror})") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.chmod(path, 0o644)
-        yield Path(path)
+        yield path
     except OSError as error:
         raise InputError(f"output {folder}: {error.strerror}; nothing was left behind") from None
     finally:
-        Path(path).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked_file(folder: Path, prefix: str) -> tuple[int, Path]:
+    """A new file and a descriptor that locks it."""
+    while True:
+        descriptor, path = tempfile.mkstemp(prefix=prefix, dir=folder)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.path.exists(path):  # else another build took it for a leftover before it was locked
+            return descriptor, Path(path)
         os.close(descriptor)

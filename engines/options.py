@@ -81,6 +81,8 @@ def check_options(options: BuildOptions, backend: Backend, gpus: Sequence[Gpu]) 
         raise BackendError(f"timing-cache: {backend} has none, its timing cache operations do nothing; leave the option out")
     if options.version_compatible:
         raise BackendError(f"version-compatible: {backend} comes without the lean runtime that such engines carry; use --backend tensorrt")
+    if options.hardware_compatibility != "none":
+        raise BackendError(f"hardware-compatibility: {backend} ignores it, its engines run on Ampere and newer RTX GPUs anyway; leave the option out")
     for name in ("strip_plan", "refit"):
         if getattr(options, name) and not gpus:
             raise BackendError(f"{name.replace('_', '-')}: {backend} needs a GPU to build such an engine, and none is visible; leave the option out")

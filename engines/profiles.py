@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from exporter.contract import BATCH, SEQUENCE, TOTAL
+from exporter.contract import BATCH, DEFAULT_CACHE_CAPACITY, SEQUENCE, TOTAL
 from exporter.errors import InputError
 
 DEFAULT_MAX_BATCH = 4
@@ -38,7 +38,7 @@ class Profile:
         return {"name": self.name, "ranges": {name: r.to_dict() for name, r in self.ranges.items()}}
 
 
-def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int) -> list[Profile]:
+def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int | None) -> list[Profile]:
     """Two profiles over one engine: decode (T = 1) and prefill (T = 1 … max_seq_len), batch and total length dynamic.
 
     A graph without a sequence axis gets one.
@@ -47,15 +47,15 @@ def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, ma
         axes: input name → number or symbol of each axis, the capacity already a number.
         max_batch: most sequences of one step.
         max_seq_len: most new tokens of one step, not the total.
-        cache_capacity: most tokens that a step reads.
+        cache_capacity: most tokens that a step reads; None for a graph without a cache, which reads up to 2,048 or max_seq_len.
 
     Raises:
         InputError: a limit is below 1, max_seq_len is beyond the capacity, or an axis has a name with no known range.
     """
     for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len), ("cache_capacity", cache_capacity)):
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"profile {name}: got {value}, expected at least 1")
-    if max_seq_len > cache_capacity:
+    if cache_capacity is not None and max_seq_len > cache_capacity:
         raise InputError(
             f"profile max_seq_len: got {max_seq_len}, expected at most the cache capacity {cache_capacity}; lower it or raise --cache-capacity"
         )
@@ -65,7 +65,8 @@ def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, ma
         raise InputError(
             f"profile: no known range for axes {unknown}, expected {BATCH}, {SEQUENCE} or {TOTAL}; give --min-shapes, --opt-shapes and --max-shapes"
         )
-    batch, total = (1, max_batch, max_batch), (1, max(1, cache_capacity // 2), cache_capacity)
+    longest = max(DEFAULT_CACHE_CAPACITY, max_seq_len) if cache_capacity is None else cache_capacity
+    batch, total = (1, max_batch, max_batch), (1, max(1, longest // 2), longest)
     sequences = {"decode": (1, 1, 1), "prefill": (1, max_seq_len, max_seq_len)} if SEQUENCE in symbols else {"all": (1, 1, 1)}
     return [Profile(name, _ranges(axes, {BATCH: batch, SEQUENCE: sequence, TOTAL: total})) for name, sequence in sequences.items()]
 
@@ -84,7 +85,7 @@ def parse_shapes(text: str) -> dict[str, Shape]:
         InputError: anything else, or one name twice.
     """
     shapes: dict[str, Shape] = {}
-    for entry in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", text) or [""]:
+    for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
         match = re.fullmatch(r"\s*([\w./-]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
         if match is None:
             raise InputError(f"shapes: got {entry!r}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
@@ -129,15 +130,16 @@ def _explicit_ranges(axes, minima: dict[str, Shape], optima: dict[str, Shape], m
 
 
 def check_capacity(profiles: Sequence[Profile], cache_capacity: int) -> None:
-    """Refuses profiles that let a step read beyond the cache.
+    """Refuses profiles that let a step read or write beyond the cache.
 
     Raises:
         InputError: names the profile, what it asks for and the capacity.
     """
     for profile in profiles:
-        total = profile.ranges.get("attention_mask")
-        if total is not None and total.max[1] > cache_capacity:
-            raise InputError(
-                f"{profile.name}: it reads up to {total.max[1]} cached tokens, the cache capacity is {cache_capacity}; "
-                "lower --max-shapes or raise --cache-capacity"
-            )
+        for name, does in (("attention_mask", "reads"), ("position_ids", "writes")):
+            r = profile.ranges.get(name)
+            if r is not None and len(r.max) == 2 and r.max[1] > cache_capacity:
+                raise InputError(
+                    f"{profile.name}: it {does} up to {r.max[1]} cached tokens, the cache capacity is {cache_capacity}; "
+                    "lower --max-shapes or raise --cache-capacity"
+                )

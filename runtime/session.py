@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -14,17 +15,36 @@ from exporter.contract import SEQUENCE, check_cache_capacity, numpy_dtype
 from exporter.errors import InputError, NumericalError
 from exporter.feeds import step_feeds
 from exporter.steppers.protocol import Stepper
-from runtime.plan import Launch, check_fits, plan_launches
+from runtime.inputs import InputChecker
+from runtime.memory import available_host_bytes, plan_memory
+from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
+from runtime.slots import SlotTable
 
 BACKENDS = ("auto", "eager", "onnxruntime")
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A copy of one sequence's cache, to keep a prefix or carry it elsewhere.
+
+    Attributes:
+        length: tokens that it holds.
+        tensors: key and value of each layer, [K, length, D] each, in the bundle's dtype.
+    """
+
+    length: int
+    tensors: tuple[np.ndarray, ...]
 
 
 class DecodeSession:
     """Decodes a block, stack or model from a bundle; owns the cache and the length of each sequence.
 
-    `prefill` and `decode` use cache rows 0 … B − 1, B fixed by the first call until `reset`. A step is checked before
-    anything is written. One that fails part-way leaves lengths as they were and zeroes the rows it may have written.
-    Threads that share a session take turns.
+    Two ways to use it, of which a session takes one until `reset`. With rows, `prefill` and `decode` use cache rows 0 … B − 1,
+    B fixed by the first call. With slots, sequences join (`acquire`, `fork`, `import_slot`) and leave (`release`) at any time, and
+    `step` advances any of them.
+
+    A step is checked before anything is written. One that fails part-way leaves lengths as they were and zeroes the rows it
+    may have written. Threads that share a session take turns.
 
     Attributes:
         manifest: what the bundle is.
@@ -32,17 +52,21 @@ class DecodeSession:
         description: backend, version and device in words.
         max_batch: sequences that the cache holds.
         cache_capacity: tokens that each sequence can hold.
+        memory: what the session needs, in bytes.
     """
 
     def __init__(self, bundle: Bundle, stepper: Stepper, max_batch: int, cache_capacity: int) -> None:
         self.manifest = bundle.manifest
         self.backend, self.description = stepper.backend, stepper.description
         self.max_batch, self.cache_capacity = max_batch, cache_capacity
+        self.memory = plan_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
         self._stepper: Stepper | None = stepper
         self._cache = stepper.new_cache(max_batch, cache_capacity)
-        self._input = self.manifest.contract.step_inputs[0]
+        self._inputs = InputChecker(bundle.manifest)
+        self._input_name = self.manifest.contract.step_inputs[0].name
         self._output = self.manifest.contract.step_outputs[0]
-        self._lengths: np.ndarray | None = None  # int64 [B]; None before the first step
+        self._lengths: list[int] | None = None  # of each row; None before the first step with rows
+        self._slots: SlotTable | None = None  # None before the first use of slots
         self._lock = threading.Lock()
 
     @classmethod
@@ -67,7 +91,7 @@ class DecodeSession:
             verify: "graph" checks file sizes and the graph's checksum, "full" the weights' checksum too.
 
         Raises:
-            InputError: a bad argument, or a unit without a cache.
+            InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
             BundleError: the bundle is damaged.
             BackendError: the backend or provider is not here or cannot run this bundle.
         """
@@ -78,22 +102,28 @@ class DecodeSession:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
-        return cls(opened, _open_stepper(opened, backend, providers), max_batch, capacity)
+        if backend not in BACKENDS:
+            raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
+        chosen = "onnxruntime" if backend == "auto" else backend
+        plan_memory(manifest, chosen, max_batch, capacity).check(available_host_bytes())
+        return cls(opened, _open_stepper(opened, chosen, providers), max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Tokens that each sequence holds: a copy, int64 [B]; empty before the first step."""
-        return np.zeros(0, np.int64) if self._lengths is None else self._lengths.copy()
+    def lengths(self) -> np.ndarray | dict[int, int]:
+        """Tokens that each sequence holds: a copy, int64 [B] with rows, {slot: n} with slots; empty before the first use."""
+        if self._slots is not None:
+            return self._slots.lengths
+        return np.array(self._lengths or [], np.int64)
 
     def reset(self) -> None:
-        """Forgets all sequences and zeroes the cache, whatever was in it."""
+        """Forgets all sequences and zeroes the cache, whatever was in it; rows or slots may be chosen anew."""
         with self._lock:
             self._check_open()
             for row in range(self.max_batch):
                 self._cache.zero(row, 0, self.cache_capacity)
-            self._lengths = None
+            self._lengths = self._slots = None
 
     def close(self) -> None:
         """Frees the backend and the cache; any later use is an error. Closing twice is not."""
@@ -108,7 +138,7 @@ class DecodeSession:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # --- steps ---------------------------------------------------------------------------------------------------------
+    # --- rows ----------------------------------------------------------------------------------------------------------
 
     def prefill(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
         """Appends T tokens (or fewer, by `lengths`) to each sequence.
@@ -126,110 +156,215 @@ class DecodeSession:
         """
         with self._lock:
             self._check_open()
-            x = self._checked_input(x)
-            seq_lens = self._checked_lengths(lengths, *x.shape[:2])
-            return self._step(self._without_rubbish(x, seq_lens), seq_lens)
+            return self._step_rows(x, lengths)
 
     def decode(self, x: np.ndarray) -> np.ndarray:
         """Appends one token to each sequence: token ids int64 [B], or hidden states [B, 1, E]. Otherwise as `prefill`."""
         with self._lock:
             self._check_open()
             x = np.asarray(x)
-            x = self._checked_input(x[:, None] if self._input.dtype == "int64" and x.ndim == 1 else x)
-            if x.shape[1] != 1:
+            if self._inputs.takes_tokens and x.ndim == 1:
+                x = x[:, None]
+            if x.ndim > 1 and x.shape[1] != 1:
                 raise InputError(f"decode: got {x.shape[1]} tokens a row, expected 1; use prefill for more")
-            seq_lens = np.ones(len(x), np.int64)
-            return self._step(self._without_rubbish(x, seq_lens), seq_lens)
+            return self._step_rows(x, None)
 
-    def _step(self, x: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        past_lens = np.zeros(len(x), np.int64) if self._lengths is None else self._lengths
-        check_fits(past_lens.tolist(), seq_lens.tolist(), self.cache_capacity)
-        launches = plan_launches(past_lens.tolist(), seq_lens.tolist(), self.cache_capacity)
+    def _step_rows(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -> np.ndarray:
+        if self._slots is not None:
+            raise InputError("session: it is used with slots, so rows are not its own to use; call reset() to choose anew")
+        x = self._inputs.batch(x)
+        batch, width = x.shape[:2]
+        if self._lengths is not None and batch != len(self._lengths):
+            raise InputError(f"batch: got {batch} rows, expected {len(self._lengths)} as in the first step; call reset() to begin again")
+        if batch > self.max_batch:
+            raise InputError(f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}")
+        seq_lens = self._inputs.lengths(lengths, batch, width)
+        sequences = {row: self._inputs.real(x[row, :seq_len], f"row {row}") for row, seq_len in enumerate(seq_lens)}
+        past_lens = self._lengths or [0] * batch
+        names = [f"sequence {row}" for row in range(batch)]
+        check_fits(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
+        launches = plan_padded(past_lens, seq_lens, self.cache_capacity)
+        outputs = self._run(launches, sequences, dict(enumerate(past_lens)), dict(enumerate(names)))
+        self._lengths = [past_len + seq_len for past_len, seq_len in zip(past_lens, seq_lens, strict=True)]
+        if self._output.name == "logits":
+            return np.stack([outputs[row] for row in range(batch)])
+        padded = np.zeros(x.shape, numpy_dtype(self._output.dtype))
+        for row, seq_len in enumerate(seq_lens):
+            padded[row, :seq_len] = outputs[row]
+        return padded
+
+    # --- slots ---------------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> int:
+        """Takes a slot for a new sequence; its cache row is zeroed, whatever was in it.
+
+        Raises:
+            InputError: all are taken, or the session is used with rows.
+        """
+        with self._lock:
+            return self._acquire()[0]
+
+    def _acquire(self) -> tuple[int, int]:
+        slot, row = self._slot_table().acquire()
+        self._cache.zero(row, 0, self.cache_capacity)
+        return slot, row
+
+    def release(self, slot: int) -> None:
+        """Ends a sequence and gives its slot back; other sequences go on untouched.
+
+        Raises:
+            InputError: the slot is not active.
+        """
+        with self._lock:
+            table = self._slot_table()
+            move = table.release(slot)
+            if move is not None:  # the last active row moves into the gap
+                self._cache.zero(move.destination, 0, self.cache_capacity)
+                self._cache.copy(move.source, move.destination, table.length_of_row(move.destination))
+
+    def fork(self, slot: int) -> int:
+        """A new slot that continues from a copy of this one, for prompts that begin alike.
+
+        Raises:
+            InputError: the slot is not active, or all are taken.
+        """
+        with self._lock:
+            table = self._slot_table()
+            source, length = table.row(slot), table.length(slot)
+            fork, row = self._acquire()
+            self._cache.copy(source, row, length)
+            table.advance({fork: length})
+            return fork
+
+    def export_slot(self, slot: int) -> SlotState:
+        """A copy of a sequence's cache, in host memory.
+
+        Raises:
+            InputError: the slot is not active.
+        """
+        with self._lock:
+            table = self._slot_table()
+            length = table.length(slot)
+            return SlotState(length, tuple(self._cache.read(table.row(slot), length)))
+
+    def import_slot(self, state: SlotState) -> int:
+        """A new slot that continues from an exported one, of this session or another on an equal bundle.
+
+        Raises:
+            InputError: it does not fit this bundle or its capacity, or all slots are taken.
+        """
+        with self._lock:
+            specs = self.manifest.contract.cache_specs
+            expected = [((spec.axes[1], state.length, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in specs]
+            got = [(tensor.shape, tensor.dtype) for tensor in state.tensors]
+            if got != expected:
+                raise InputError(f"slot state: got {len(got)} tensors {got[:1]}, expected {len(expected)} {expected[:1]}, as this bundle caches them")
+            if not all(np.isfinite(tensor).all() for tensor in state.tensors):
+                raise InputError("slot state: it holds inf or NaN, which would reach every later token; compute the prefix again")
+            check_fits({"the imported sequence": (0, state.length)}, self.cache_capacity)
+            table = self._slot_table()
+            slot, row = self._acquire()
+            self._cache.write(row, list(state.tensors))
+            table.advance({slot: state.length})
+            return slot
+
+    def step(self, inputs: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Appends tokens to any of the active sequences, each as many as it is given; the others are not touched.
+
+        A prefill of one and a decode of others are separate runs over one cache, so nothing is padded and nothing copied.
+
+        Args:
+            inputs: slot → token ids int64 [T] for a model, else hidden states [T, E] in the bundle's dtype.
+
+        Returns:
+            slot → float32 logits [V] of its last token, or hidden states [T, E].
+
+        Raises:
+            InputError: an unknown slot, wrong input, or a sequence without room; nothing was written.
+            NumericalError: the step produced inf or NaN; the session is as before.
+        """
+        with self._lock:
+            table = self._slot_table()
+            if not inputs:
+                raise InputError("step: got no slots, expected at least one")
+            rows = {slot: table.row(slot) for slot in inputs}
+            sequences = {rows[slot]: self._inputs.sequence(x, f"slot {slot}") for slot, x in inputs.items()}
+            past_lens = {rows[slot]: table.length(slot) for slot in inputs}
+            names = {row: f"slot {slot}" for slot, row in rows.items()}
+            check_fits({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
+            launches = plan_unpadded({row: len(x) for row, x in sequences.items()})
+            outputs = self._run(launches, sequences, past_lens, names)
+            table.advance({slot: len(sequences[row]) for slot, row in rows.items()})
+            return {slot: outputs[row] for slot, row in rows.items()}
+
+    def _slot_table(self) -> SlotTable:
+        self._check_open()
+        if self._lengths is not None:
+            raise InputError("session: it is used with rows, so there are no slots; call reset() to choose anew")
+        if self._slots is None:
+            self._slots = SlotTable(self.max_batch)
+        return self._slots
+
+    # --- running -------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self, launches: list[Launch], sequences: Mapping[int, np.ndarray], past_lens: Mapping[int, int], names: Mapping[int, str]
+    ) -> dict[int, np.ndarray]:
+        """Runs launches over cache rows; returns each row's logits [V] or hidden states [T, E].
+
+        When one fails, every row that a launch may have written is zeroed beyond its past length.
+        """
+        outputs: dict[int, np.ndarray] = {}
         started: list[Launch] = []
         try:
-            outputs = []
             for launch in launches:
                 started.append(launch)
-                outputs.append(self._launch(launch, x, past_lens, seq_lens))
+                outputs |= self._launch(launch, sequences, past_lens, names)
         except BaseException:
             for launch in started:
-                for row in range(launch.first, launch.stop):
-                    past_len = int(past_lens[row])
+                for row in launch.rows:
+                    past_len = past_lens[row]
                     self._cache.zero(row, past_len, min(past_len + launch.width, self.cache_capacity))
             raise
-        self._lengths = past_lens + seq_lens
-        return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
+        return outputs
 
-    def _launch(self, launch: Launch, x: np.ndarray, past_lens: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        rows = slice(launch.first, launch.stop)
-        feeds = step_feeds(self._input.name, x[rows, : launch.width], past_lens[rows], seq_lens[rows])
+    def _launch(
+        self, launch: Launch, sequences: Mapping[int, np.ndarray], past_lens: Mapping[int, int], names: Mapping[int, str]
+    ) -> dict[int, np.ndarray]:
+        seq_lens = np.array([len(sequences[row]) for row in launch.rows], np.int64)
+        feeds = step_feeds(
+            self._input_name,
+            _right_padded([sequences[row] for row in launch.rows], launch.width),
+            np.array([past_lens[row] for row in launch.rows], np.int64),
+            seq_lens,
+        )
         output = self._stepper.run(feeds, self._cache, launch.first)[self._output.name]
-        if self._output.name == "logits":
-            result = output[np.arange(len(output)), seq_lens[rows] - 1] if SEQUENCE in self._output.axes else output
-        else:  # hidden states, padded back to the width of the call
-            result = np.zeros((len(output), x.shape[1], output.shape[2]), output.dtype)
-            result[:, : launch.width] = output
-        finite = np.isfinite(result).reshape(len(result), -1).all(1)
-        if not finite.all():
-            bad = (np.flatnonzero(~finite) + launch.first).tolist()
+        if self._output.name == "logits" and SEQUENCE in self._output.axes:
+            output = output[np.arange(len(output)), seq_lens - 1]
+        if not np.isfinite(output).all():
+            bad = [names[row] for row, values in zip(launch.rows, output, strict=True) if not np.isfinite(values).all()]
             raise NumericalError(
-                f"{self._output.name}: inf or NaN in sequences {bad}; the session is as before this step; "
+                f"{self._output.name}: inf or NaN in {', '.join(bad)}; the session is as before this step; "
                 "export with --dtype bf16 or fp32, or look at the model's largest activations"
             )
-        return result
-
-    # --- checks --------------------------------------------------------------------------------------------------------
+        if self._output.name == "logits":
+            return dict(zip(launch.rows, output, strict=True))
+        return {row: values[:seq_len] for row, values, seq_len in zip(launch.rows, output, seq_lens, strict=True)}
 
     def _check_open(self) -> None:
         if self._stepper is None:
             raise InputError("session: it is closed; open another")
 
-    def _checked_input(self, x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x)
-        tokens = self._input.dtype == "int64"
-        hidden_size = self.manifest.config.hidden_size
-        if tokens and (x.ndim != 2 or x.dtype.kind not in "iu"):
-            raise InputError(f"tokens: got {x.dtype} {list(x.shape)}, expected integers [B, T] (decode: [B])")
-        if not tokens and (x.ndim != 3 or x.shape[2] != hidden_size or x.dtype != numpy_dtype(self.manifest.dtype)):
-            raise InputError(f"hidden states: got {x.dtype} {list(x.shape)}, expected {self.manifest.dtype} [B, T, {hidden_size}]")
-        if 0 in x.shape:
-            raise InputError(f"{self._input.name}: got shape {list(x.shape)}, expected at least one sequence and one token")
-        batch = len(x)
-        if self._lengths is not None and batch != len(self._lengths):
-            raise InputError(f"batch: got {batch} rows, expected {len(self._lengths)} as in the first step; call reset() to begin again")
-        if batch > self.max_batch:
-            raise InputError(f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}")
-        return x
 
-    def _without_rubbish(self, x: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-        """x with its padding zeroed, and for tokens checked against the vocabulary and widened to int64."""
-        pads = np.arange(x.shape[1]) >= seq_lens[:, None]
-        if pads.any():
-            x = x.copy()
-            x[pads] = 0
-        if self._input.dtype != "int64":
-            return x
-        vocab_size = self.manifest.config.vocab_size
-        wrong = (x < 0) | (x >= vocab_size)
-        if wrong.any():
-            row, step = np.argwhere(wrong)[0].tolist()
-            raise InputError(f"tokens: got {x[row, step]} in row {row} at {step}, expected 0 to {vocab_size - 1}, the model's vocabulary")
-        return x.astype(np.int64)
-
-    def _checked_lengths(self, lengths: Sequence[int] | np.ndarray | None, batch: int, width: int) -> np.ndarray:
-        if lengths is None:
-            return np.full(batch, width, np.int64)
-        lengths = np.asarray(lengths)
-        if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-            raise InputError(f"lengths: got {lengths.dtype} {list(lengths.shape)}, expected integers [{batch}], one for each row")
-        if lengths.min() < 1 or lengths.max() > width:
-            raise InputError(f"lengths: got {lengths.tolist()}, expected 1 to {width}, the tokens of a row")
-        return lengths.astype(np.int64)
+def _right_padded(sequences: list[np.ndarray], width: int) -> np.ndarray:
+    """Stacks sequences [T, …] of up to `width` tokens into one zero-padded batch [B, width, …]."""
+    batch = np.zeros((len(sequences), width, *sequences[0].shape[1:]), sequences[0].dtype)
+    for row, sequence in enumerate(sequences):
+        batch[row, : len(sequence)] = sequence
+    return batch
 
 
 def _open_stepper(bundle: Bundle, backend: str, providers: str | Sequence[str] | None) -> Stepper:
-    if backend not in BACKENDS:
-        raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
     names = [providers] if isinstance(providers, str) else list(providers or [])
     if backend == "eager":
         if names:

@@ -285,7 +285,10 @@ def test_a_damaged_onnx_file_is_refused(tmp_path, rtx, content):
         (BuildRequest(cache_capacity=128), "at most 64"),
         (BuildRequest(max_seq_len=64, cache_capacity=32), "expected at most the cache capacity 32"),
         (BuildRequest(max_batch=0), "max_batch: got 0"),
-        (BuildRequest(min_shapes=("hidden_state:1x1x64",), opt_shapes=("hidden_states:1x1x64",), max_shapes=("hidden_states:1x1x64",)), "hidden_state"),
+        (
+            BuildRequest(min_shapes=("hidden_state:1x1x64",), opt_shapes=("hidden_states:1x1x64",), max_shapes=("hidden_states:1x1x64",)),
+            "hidden_state",
+        ),
     ],
 )
 def test_inconsistent_shapes_are_refused_before_the_build(tiny_bundle, rtx, request_, message):
@@ -294,7 +297,9 @@ def test_inconsistent_shapes_are_refused_before_the_build(tiny_bundle, rtx, requ
 
 
 def test_a_profile_that_reads_beyond_the_cache_is_refused(tiny_bundle, rtx):
-    shapes = "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{},past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
+    shapes = (
+        "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{},past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
+    )
     texts = {f"{which}_shapes": (shapes.format(total),) for which, total in (("min", 1), ("opt", 16), ("max", 33))}
     with pytest.raises(InputError, match="reads up to 33 cached tokens, the cache capacity is 32"):
         prepare_bundle(tiny_bundle("block", "fp16"), rtx, BuildRequest(cache_capacity=32, **texts))

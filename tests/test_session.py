@@ -11,7 +11,7 @@ from exporter.bundle import Bundle
 from exporter.errors import BackendError, InputError, NumericalError
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from runtime import DecodeSession
-from runtime.plan import Launch, check_fits, plan_launches
+from runtime.plan import Launch, check_fits, plan_padded
 from tests.conftest import MAX_POSITIONS, TINY
 
 BACKENDS = ("eager", "onnxruntime")
@@ -91,10 +91,10 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
 
 
 def test_launches_join_neighbours_and_split_only_where_padding_would_overflow():
-    assert plan_launches([0, 0, 0], [5, 1, 3], 64) == [Launch(0, 3, 5)]
-    assert plan_launches([60, 0], [1, 5], 64) == [Launch(0, 1, 1), Launch(1, 2, 5)]
-    assert plan_launches([0, 60, 61, 0], [5, 1, 2, 1], 64) == [Launch(0, 1, 5), Launch(1, 4, 2)]
-    assert plan_launches([63], [1], 64) == [Launch(0, 1, 1)]
+    assert plan_padded([0, 0, 0], [5, 1, 3], 64) == [Launch(0, 3, 5)]
+    assert plan_padded([60, 0], [1, 5], 64) == [Launch(0, 1, 1), Launch(1, 2, 5)]
+    assert plan_padded([0, 60, 61, 0], [5, 1, 2, 1], 64) == [Launch(0, 1, 5), Launch(1, 4, 2)]
+    assert plan_padded([63], [1], 64) == [Launch(0, 1, 1)]
 
 
 def test_every_plan_covers_all_rows_once_and_stays_inside_the_cache():
@@ -103,8 +103,8 @@ def test_every_plan_covers_all_rows_once_and_stays_inside_the_cache():
         capacity = int(rng.integers(1, 20))
         past = rng.integers(0, capacity, rng.integers(1, 6))
         new = np.array([rng.integers(1, capacity - p + 1) for p in past])
-        check_fits(past.tolist(), new.tolist(), capacity)
-        launches = plan_launches(past.tolist(), new.tolist(), capacity)
+        check_fits({str(i): pair for i, pair in enumerate(zip(past.tolist(), new.tolist(), strict=True))}, capacity)
+        launches = plan_padded(past.tolist(), new.tolist(), capacity)
         assert [row for launch in launches for row in range(launch.first, launch.stop)] == list(range(len(past)))
         for launch in launches:
             rows = slice(launch.first, launch.stop)
@@ -148,7 +148,7 @@ def test_outputs_that_are_not_finite_raise_and_leave_the_session_as_it_was(tiny_
         rows = [array[:, :, :3].copy() for array in session._cache.arrays]
         bad = good.copy()
         bad[1, 2, 5] = np.inf
-        with pytest.raises(NumericalError, match=r"sequences \[1\]"):
+        with pytest.raises(NumericalError, match="inf or NaN in sequence 1;"):
             session.prefill(bad)
         assert session.lengths.tolist() == [3, 3]
         for array, old in zip(session._cache.arrays, rows, strict=True):

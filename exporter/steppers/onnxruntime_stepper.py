@@ -35,6 +35,9 @@ class CudaCache(Cache):
             host[row, :, start:stop] = 0
             value.update_inplace(host)
 
+    def copy(self, source: int, destination: int, length: int) -> None:
+        self.write(destination, self.read(source, length))
+
     def read(self, row: int, length: int) -> list[np.ndarray]:
         return [value.numpy()[row, :, :length].copy() for value in self.values]
 

@@ -29,6 +29,10 @@ class Cache(ABC):
         """Zeroes tokens start … stop − 1 of one row in every layer."""
 
     @abstractmethod
+    def copy(self, source: int, destination: int, length: int) -> None:
+        """Copies the first `length` tokens of one row to another, in every layer."""
+
+    @abstractmethod
     def read(self, row: int, length: int) -> list[np.ndarray]:
         """A copy of the first `length` tokens of one row: key, value of each layer, [K, length, D] each."""
 
@@ -51,6 +55,10 @@ class HostCache(Cache):
     def zero(self, row: int, start: int, stop: int) -> None:
         for array in self.arrays:
             array[row, :, start:stop] = 0
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        for array in self.arrays:
+            array[destination, :, :length] = array[source, :, :length]
 
     def read(self, row: int, length: int) -> list[np.ndarray]:
         return [array[row, :, :length].copy() for array in self.arrays]

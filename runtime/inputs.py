@@ -1,0 +1,81 @@
+"""Checks what a caller hands to a step, against the bundle, before anything is written. The same on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from exporter.bundle import Manifest
+from exporter.contract import numpy_dtype
+from exporter.errors import InputError
+
+
+class InputChecker:
+    """Turns callers' arrays into rows of a step: int64 [T] token ids, or hidden states [T, E] in the bundle's dtype.
+
+    Attributes:
+        takes_tokens: whether the bundle is a model.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.takes_tokens = manifest.unit.kind == "model"
+        self._dtype_name, self._dtype = manifest.dtype, numpy_dtype(manifest.dtype)
+        self._hidden_size, self._vocab_size = manifest.config.hidden_size, manifest.config.vocab_size
+
+    def batch(self, x: np.ndarray) -> np.ndarray:
+        """A batch [B, T] or [B, T, E], its dtype and shape checked.
+
+        Raises:
+            InputError: says what was got and expected.
+        """
+        x = np.asarray(x)
+        if self.takes_tokens and (x.ndim != 2 or x.dtype.kind not in "iu"):
+            raise InputError(f"tokens: got {x.dtype} {list(x.shape)}, expected integers [B, T] (decode: [B])")
+        if not self.takes_tokens and (x.ndim != 3 or x.shape[2] != self._hidden_size or x.dtype != self._dtype):
+            raise InputError(f"hidden states: got {x.dtype} {list(x.shape)}, expected {self._dtype_name} [B, T, {self._hidden_size}]")
+        if 0 in x.shape:
+            raise InputError(f"input: got shape {list(x.shape)}, expected at least one sequence and one token")
+        return x
+
+    def lengths(self, lengths: Sequence[int] | np.ndarray | None, batch: int, width: int) -> list[int]:
+        """Real tokens of each row; None means all.
+
+        Raises:
+            InputError: not one for each row, or outside 1 … width.
+        """
+        if lengths is None:
+            return [width] * batch
+        lengths = np.asarray(lengths)
+        if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+            raise InputError(f"lengths: got {lengths.dtype} {list(lengths.shape)}, expected integers [{batch}], one for each row")
+        if lengths.min() < 1 or lengths.max() > width:
+            raise InputError(f"lengths: got {lengths.tolist()}, expected 1 to {width}, the tokens of a row")
+        return lengths.tolist()
+
+    def sequence(self, x: np.ndarray, name: str) -> np.ndarray:
+        """One sequence's [T] or [T, E], checked like a batch of one, and its tokens against the vocabulary.
+
+        Raises:
+            InputError: names the sequence.
+        """
+        x = np.asarray(x)
+        expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
+        if x.ndim != (1 if self.takes_tokens else 2):
+            raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}")
+        self.batch(x[None])
+        return self.real(x, name)
+
+    def real(self, x: np.ndarray, name: str) -> np.ndarray:
+        """The real part of a sequence: tokens inside the vocabulary as int64, hidden states as they are.
+
+        Raises:
+            InputError: a token that the model does not have.
+        """
+        if not self.takes_tokens:
+            return x
+        wrong = (x < 0) | (x >= self._vocab_size)
+        if wrong.any():
+            step = int(np.flatnonzero(wrong)[0])
+            raise InputError(f"tokens: got {x[step]} in {name} at {step}, expected 0 to {self._vocab_size - 1}, the model's vocabulary")
+        return x.astype(np.int64, copy=False)
