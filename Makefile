@@ -20,7 +20,7 @@ PROMPT ?= The capital of France is
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect decode generate run test lint clean
+.PHONY: help setup checkpoint export validate build inspect decode generate run test gpu-check lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
@@ -67,6 +67,9 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 
 test: $(READY) checkpoint ## set up and run the tests
 	$(BIN)/python -m pytest
+
+gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
 lint: $(READY) ## check the code's style
 	$(BIN)/ruff check .

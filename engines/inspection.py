@@ -97,7 +97,7 @@ def _engine_state(bundle: Bundle, record: EngineRecord, backend: Backend) -> dic
 
 def _deserialized(bundle: Bundle, record: EngineRecord, backend: Backend) -> dict[str, Any]:
     """What only the engine knows, on a machine whose GPU can load it."""
-    trt, logger = backend.trt, create_logger(backend)
+    trt, logger = backend.trt, create_logger(backend.trt)
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
     if engine is None:

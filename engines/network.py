@@ -15,19 +15,19 @@ from exporter.errors import BackendError, CheckFailed
 DTYPE_NAMES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT64": "int64", "INT32": "int32", "BOOL": "bool", "INT8": "int8", "INT4": "int4"}
 
 
-def create_logger(backend: Backend) -> Any:
-    """A TensorRT logger that keeps what was said, by severity, and prints nothing."""
+def create_logger(trt: Any) -> Any:
+    """A logger for a TensorRT module that keeps what was said, by severity, and prints nothing."""
 
-    class Logger(backend.trt.ILogger):
+    class Logger(trt.ILogger):
         def __init__(self) -> None:
-            backend.trt.ILogger.__init__(self)
+            trt.ILogger.__init__(self)
             self.errors: list[str] = []
             self.warnings: list[str] = []
 
         def log(self, severity: Any, message: str) -> None:
-            if severity <= backend.trt.ILogger.ERROR:
+            if severity <= trt.ILogger.ERROR:
                 self.errors.append(message.strip())
-            elif severity == backend.trt.ILogger.WARNING:
+            elif severity == trt.ILogger.WARNING:
                 self.warnings.append(message.strip())
 
     return Logger()
@@ -101,7 +101,7 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
     Raises:
         CheckFailed: TensorRT's parser refuses the graph; the message has the node and the parser's reason.
     """
-    trt, logger = backend.trt, create_logger(backend)
+    trt, logger = backend.trt, create_logger(backend.trt)
     builder = trt.Builder(logger)
     if builder is None:
         raise BackendError(f"{backend}: it cannot create a builder: {' '.join(logger.errors[-1:])}")

@@ -50,7 +50,7 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
 
 
 def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryview:
-    trt, logger = backend.trt, create_logger(backend)
+    trt, logger = backend.trt, create_logger(backend.trt)
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
     if engine is None:

@@ -16,9 +16,10 @@ from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
 from exporter.errors import InputError
+from runtime.backends import BACKENDS
 from runtime.generation import Generation
 from runtime.sampling import Sampler
-from runtime.session import BACKENDS, DecodeSession
+from runtime.session import DecodeSession
 from runtime.text import TextStream, open_tokenizer
 
 

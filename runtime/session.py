@@ -11,16 +11,15 @@ from types import TracebackType
 import numpy as np
 
 from exporter.bundle import Bundle
-from exporter.contract import SEQUENCE, check_cache_capacity, numpy_dtype
+from exporter.contract import SEQUENCE, numpy_dtype
 from exporter.errors import InputError, NumericalError
 from exporter.feeds import step_feeds
 from exporter.steppers.protocol import Stepper
+from runtime.backends import open_stepper
 from runtime.inputs import InputChecker
-from runtime.memory import available_host_bytes, plan_memory
+from runtime.memory import plan_memory
 from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
 from runtime.slots import SlotTable
-
-BACKENDS = ("auto", "eager", "onnxruntime")
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class DecodeSession:
 
     Attributes:
         manifest: what the bundle is.
-        backend: the backend in use, "onnxruntime" or "eager".
+        backend: the backend in use, "onnxruntime", "tensorrt" or "eager".
         description: backend, version and device in words.
         max_batch: sequences that the cache holds.
         cache_capacity: tokens that each sequence can hold.
@@ -83,11 +82,12 @@ class DecodeSession:
 
         Args:
             bundle: the bundle's folder.
-            backend: "onnxruntime", "eager" (the reference, slow), or "auto", which takes onnxruntime.
+            backend: "onnxruntime", "tensorrt" (the bundle's engine), "eager" (the reference, slow), or "auto", which takes
+                TensorRT where a matching engine and a GPU are, else onnxruntime; `description` says which.
             providers: the onnxruntime execution provider; None means CPUExecutionProvider.
             max_batch: sequences to hold at once.
             cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes;
-                None means the smaller of 2,048 and what the graph was exported for.
+                None means the smaller of 2,048 and what the graph was exported for, or the engine's capacity.
             verify: "graph" checks file sizes and the graph's checksum, "full" the weights' checksum too.
 
         Raises:
@@ -101,12 +101,8 @@ class DecodeSession:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or max_batch < 1:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
-        capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
-        if backend not in BACKENDS:
-            raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
-        chosen = "onnxruntime" if backend == "auto" else backend
-        plan_memory(manifest, chosen, max_batch, capacity).check(available_host_bytes())
-        return cls(opened, _open_stepper(opened, chosen, providers), max_batch, capacity)
+        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        return cls(opened, stepper, max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------
 
@@ -129,6 +125,7 @@ class DecodeSession:
         """Frees the backend and the cache; any later use is an error. Closing twice is not."""
         with self._lock:
             if self._stepper is not None:
+                self._cache.free()
                 self._stepper.close()
                 self._stepper = self._cache = None
 
@@ -362,18 +359,3 @@ def _right_padded(sequences: list[np.ndarray], width: int) -> np.ndarray:
     for row, sequence in enumerate(sequences):
         batch[row, : len(sequence)] = sequence
     return batch
-
-
-def _open_stepper(bundle: Bundle, backend: str, providers: str | Sequence[str] | None) -> Stepper:
-    names = [providers] if isinstance(providers, str) else list(providers or [])
-    if backend == "eager":
-        if names:
-            raise InputError(f"providers: got {names} for the eager backend, expected none; they belong to onnxruntime")
-        from exporter.steppers.eager import EagerStepper
-
-        return EagerStepper.from_bundle(bundle)
-    if len(names) > 1:
-        raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
-    from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-
-    return OnnxruntimeStepper.from_bundle(bundle, *names)

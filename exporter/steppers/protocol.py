@@ -28,6 +28,9 @@ class Cache(ABC):
     def zero(self, row: int, start: int, stop: int) -> None:
         """Zeroes tokens start … stop − 1 of one row in every layer."""
 
+    def free(self) -> None:  # noqa: B027 - not abstract on purpose: host memory frees itself
+        """Gives the memory back; the cache cannot be used afterwards."""
+
     @abstractmethod
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copies the first `length` tokens of one row to another, in every layer."""

@@ -1,0 +1,62 @@
+"""Which stepper a session runs on: the one asked for or an error, never a quiet substitute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exporter.bundle import ENGINES_FILE, Bundle
+from exporter.contract import check_cache_capacity
+from exporter.errors import BackendError, InputError
+from exporter.steppers.protocol import Stepper
+from runtime.memory import available_host_bytes, plan_memory
+
+BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
+
+
+def open_stepper(
+    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None
+) -> tuple[Stepper, int]:
+    """The stepper for a session and the cache capacity to use; what does not fit in memory is refused before it is opened.
+
+    Raises:
+        InputError: an unknown backend, providers where they mean nothing, or sizes that do not fit.
+        BackendError: the backend or provider is not here or cannot run this bundle.
+    """
+    if backend not in BACKENDS:
+        raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
+    names = [providers] if isinstance(providers, str) else list(providers or [])
+    if names and backend in ("eager", "tensorrt"):
+        raise InputError(f"providers: got {names} for the {backend} backend, expected none; they belong to onnxruntime")
+    if len(names) > 1:
+        raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
+    if backend == "tensorrt":
+        return _open_tensorrt(bundle, max_batch, cache_capacity)
+    if backend == "auto" and not names and (bundle.folder / ENGINES_FILE).is_file():
+        try:
+            return _open_tensorrt(bundle, max_batch, cache_capacity)
+        except BackendError:
+            pass  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
+    manifest = bundle.manifest
+    capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
+    plan_memory(manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity).check(available_host_bytes())
+    if backend == "eager":
+        from exporter.steppers.eager import EagerStepper
+
+        return EagerStepper.from_bundle(bundle), capacity
+    from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+
+    return OnnxruntimeStepper.from_bundle(bundle, *names), capacity
+
+
+def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -> tuple[Stepper, int]:
+    from engines.cuda import RuntimeCuda
+    from engines.tensorrt_stepper import find_engine, open_tensorrt
+
+    record = find_engine(bundle, cache_capacity)
+    cuda = RuntimeCuda()
+    plan_memory(bundle.manifest, "tensorrt", max_batch, record.cache_capacity).check(cuda.free_bytes())
+    stepper = open_tensorrt(bundle, record, cuda)
+    if max_batch > stepper.max_batch:
+        stepper.close()
+        raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {record.file} was built for")
+    return stepper, record.cache_capacity
