@@ -99,9 +99,15 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
     return f"{len(comparisons)} comparisons, worst {worst.max_error:.1e} of rms in {worst.scenario}, {worst.allowed:.0e} allowed"
 
 
-def require_gpu() -> None:
-    if not visible_gpus():
-        raise Skipped("no GPU is visible")
+def on_gpu(check: Callable[[], str]) -> Callable[[], str]:
+    """The check, skipped before it does anything where no GPU is visible."""
+
+    def guarded() -> str:
+        if not visible_gpus():
+            raise Skipped("no GPU is visible")
+        return check()
+
+    return guarded
 
 
 @dataclass
@@ -111,7 +117,6 @@ class Engines:
     backend_name: str
 
     def open(self, bundle: Bundle, cuda_graphs: bool = True, **limits: int) -> tuple[TensorRTStepper, EngineRecord, Cuda]:
-        require_gpu()
         built = build_bundle(bundle, choose_backend(self.backend_name), BuildRequest(**limits))
         cuda = RuntimeCuda()
         return open_tensorrt(bundle, built, cuda, cuda_graphs), built, cuda
@@ -150,7 +155,6 @@ class Engines:
         return f"present is past: {len(written)} tensors written in place at rows 0–2 of one sequence, the others untouched"
 
     def refit(self) -> str:
-        require_gpu()
         bundle, backend = exported("refit", SMALL, 64), choose_backend(self.backend_name)
         built = build_bundle(bundle, backend, BuildRequest(4, 32, 32, options=BuildOptions(strip_plan=True)))
         stepper = open_tensorrt(bundle, refit_bundle(bundle, backend, built), RuntimeCuda())
@@ -227,7 +231,6 @@ def median_time_ms(step: Callable[[], object], repeats: int) -> float:
 
 def onnxruntime_cuda() -> str:
     """Parity of onnxruntime's CUDA provider."""
-    require_gpu()
     bundle = exported("small", SMALL, 64)
     return parity(bundle, OnnxruntimeStepper.from_bundle(bundle, "CUDAExecutionProvider"))
 
@@ -265,7 +268,7 @@ def main() -> int:
             f"{name}: strip and refit": suite.refit,
             f"{name}: speed": suite.speed,
         }
-    rows = [run_row(name, check) for name, check in checks.items()]
+    rows = [run_row(name, on_gpu(check)) for name, check in checks.items()]
     table = Table("check", "result", "detail", title=", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible", title_justify="left")
     for row in rows:
         table.add_row(row.name, row.state, row.detail)
