@@ -28,10 +28,16 @@ def in_workspace(tmp_path, monkeypatch, smollm2_bundle):
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_embedding_example_runs_and_prints_what_it_says(in_workspace, capsys):
-    (example,) = [text for kind, text in BLOCKS if kind == "python"]
+@pytest.mark.parametrize("example", [text for kind, text in BLOCKS if kind == "python"])
+def test_an_embedding_example_runs_and_prints_what_it_says(in_workspace, capsys, example):
+    promised = re.search(r"print\(.*?\)  # (.*)", example).group(1)
     exec(compile(example, "README.md", "exec"), {})
-    assert capsys.readouterr().out.strip() == "onnxruntime [13 10] 2048"
+    assert capsys.readouterr().out.strip() == promised
+
+
+def test_the_examples_are_the_two_ways_to_use_a_session():
+    used = [re.findall(r"session\.(prefill|decode|acquire|step|release)\(", text) for kind, text in BLOCKS if kind == "python"]
+    assert [set(calls) for calls in used] == [{"prefill", "decode"}, {"acquire", "step", "release"}]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
