@@ -10,13 +10,14 @@ import numpy as np
 
 from engines.backend import choose_backend
 from engines.cuda import ALIGNMENT_BYTES, Cuda
+from engines.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.gpu import visible_gpus
 from engines.network import create_logger, dtype_name
 from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
 from exporter.bundle import Bundle
 from exporter.contract import Contract, TensorSpec, numpy_dtype
 from exporter.errors import BackendError, BundleError, InputError
-from exporter.steppers.protocol import Cache, Stepper
+from exporter.steppers.protocol import Cache, OnDevice, Stepper
 
 GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
 MAX_GRAPHS = 32
@@ -80,7 +81,7 @@ class DeviceCache(Cache):
         self.addresses = []
 
 
-class TensorRTStepper(Stepper):
+class TensorRTStepper(Stepper, OnDevice):
     """Runs an engine that was built from the bundle.
 
     Each profile has an execution context of its own, and so has each captured graph, because a graph is only good while its
@@ -162,7 +163,35 @@ class TensorRTStepper(Stepper):
     # --- steps -----------------------------------------------------------------------------------------------------------
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: DeviceCache, first_row: int = 0) -> dict[str, np.ndarray]:
-        feeds = {spec.name: np.ascontiguousarray(feeds[spec.name], numpy_dtype(spec.dtype)) for spec in self.contract.step_inputs}
+        outputs = {}
+        for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
+            outputs[name] = np.empty(shape, dtype)
+            self._cuda.download(outputs[name], self._buffers[name])
+        self._cuda.synchronize()
+        return outputs
+
+    def run_on_device(self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int = 0) -> dict[str, DeviceTensor]:
+        outputs = {}
+        for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
+            n_bytes = math.prod(shape) * dtype.itemsize
+            address = self._cuda.allocate(n_bytes)
+            outputs[name] = DeviceTensor.owning(address, shape, dtype, lambda address=address: self._cuda.free(address))
+            self._cuda.copy(address, self._buffers[name], n_bytes, n_bytes, 1)
+        self._cuda.synchronize()
+        return outputs
+
+    def import_tensor(self, x: Any) -> DeviceTensor:
+        return import_tensor(x, self._cuda.stream)
+
+    def to_host(self, tensor: DeviceTensor) -> np.ndarray:
+        array = np.empty(tensor.shape, tensor.dtype)
+        self._cuda.download(array, tensor.address)
+        self._cuda.synchronize()
+        return array
+
+    def _step(self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Queues a step; returns dtype and shape of each output, which its buffer holds once the stream is done."""
+        feeds = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
         batch, seq_len = feeds["position_ids"].shape
         captured = self.cuda_graphs and seq_len == 1
         if captured:
@@ -171,15 +200,22 @@ class TensorRTStepper(Stepper):
         for spec in self.contract.cache_specs:
             shapes[spec.name] = (batch, spec.axes[1], cache.capacity, spec.axes[3])
         profile = self._profile_for(shapes)
-        for name, array in feeds.items():
-            self._cuda.upload(self._buffers[name], array)
+        for name, x in feeds.items():
+            if isinstance(x, DeviceRows):
+                self._gather(self._buffers[name], x)
+            else:
+                self._cuda.upload(self._buffers[name], x)
         addresses = cache.row_addresses(first_row)
         context = self._replay(profile, shapes, addresses) if captured else self._enqueue(self._contexts[profile], shapes, addresses)
-        outputs = {spec.name: np.empty(tuple(context.get_tensor_shape(spec.name)), numpy_dtype(spec.dtype)) for spec in self.contract.step_outputs}
-        for name, array in outputs.items():
-            self._cuda.download(array, self._buffers[name])
-        self._cuda.synchronize()
-        return outputs
+        self._in_flight = feeds  # uploads read host memory until the stream is synchronized
+        return {spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name))) for spec in self.contract.step_outputs}
+
+    def _gather(self, buffer: int, x: DeviceRows) -> None:
+        """Queues copies of rows on the device into one zero-padded batch."""
+        stride = math.prod(x.shape[1:]) * x.rows[0].dtype.itemsize
+        self._cuda.zero(buffer, stride, stride, len(x.rows))
+        for index, row in enumerate(x.rows):
+            self._cuda.copy(buffer + index * stride, row.address, row.nbytes, row.nbytes, 1)
 
     def _profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """The first profile that takes these shapes; decode comes before prefill, and is tuned for one token.
@@ -266,6 +302,10 @@ def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
     if aliases and aliases != pairs:
         raise BundleError(f"engine: it aliases {aliases}, the manifest says {pairs}; build again")
     return pairs
+
+
+def _contiguous(x: np.ndarray | DeviceRows, spec: TensorSpec) -> np.ndarray | DeviceRows:
+    return x if isinstance(x, DeviceRows) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
 
 
 def _padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Checks what a caller hands to a step, against the bundle, before anything is written. The same on every backend."""
+"""Checks what a caller hands to a step, against the bundle, before anything is written. The same on every backend.
+
+Hidden states may be arrays of the host or tensors of the device; tokens are on the host by the time they come here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.dlpack import DeviceTensor
 from exporter.bundle import Manifest
 from exporter.contract import numpy_dtype
 from exporter.errors import InputError
@@ -29,7 +33,7 @@ class InputChecker:
         Raises:
             InputError: says what was got and expected.
         """
-        x = np.asarray(x)
+        x = x if isinstance(x, DeviceTensor) else np.asarray(x)
         if self.takes_tokens and (x.ndim != 2 or x.dtype.kind not in "iu"):
             raise InputError(f"tokens: got {x.dtype} {list(x.shape)}, expected integers [B, T] (decode: [B])")
         if not self.takes_tokens and (x.ndim != 3 or x.shape[2] != self._hidden_size or x.dtype != self._dtype):
@@ -59,11 +63,11 @@ class InputChecker:
         Raises:
             InputError: names the sequence.
         """
-        x = np.asarray(x)
+        x = x if isinstance(x, DeviceTensor) else np.asarray(x)
         expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
         if x.ndim != (1 if self.takes_tokens else 2):
             raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}")
-        self.batch(x[None])
+        self.batch(x.whole(1, *x.shape) if isinstance(x, DeviceTensor) else x[None])
         return self.real(x, name)
 
     def real(self, x: np.ndarray, name: str) -> np.ndarray:

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
+from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
 from exporter.bundle import Bundle
 from exporter.contract import SEQUENCE, numpy_dtype
 from exporter.errors import InputError, NumericalError
 from exporter.feeds import step_feeds
-from exporter.steppers.protocol import Stepper
+from exporter.steppers.protocol import OnDevice, Stepper
 from runtime.backends import open_stepper
 from runtime.inputs import InputChecker
 from runtime.memory import plan_memory
@@ -140,6 +142,8 @@ class DecodeSession:
     def prefill(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
         """Appends T tokens (or fewer, by `lengths`) to each sequence.
 
+        With TensorRT, x may be a CUDA tensor of any library that speaks DLPack; the result is then one too.
+
         Args:
             x: token ids int64 [B, T] for a model, else hidden states [B, T, E] in the bundle's dtype; right-padded.
             lengths: real tokens of each row, int [B], 1 to T; None means T.
@@ -153,20 +157,29 @@ class DecodeSession:
         """
         with self._lock:
             self._check_open()
-            return self._step_rows(x, lengths)
+            return self._step_rows(self._taken(x), lengths, is_device_tensor(x))
 
     def decode(self, x: np.ndarray) -> np.ndarray:
         """Appends one token to each sequence: token ids int64 [B], or hidden states [B, 1, E]. Otherwise as `prefill`."""
         with self._lock:
             self._check_open()
-            x = np.asarray(x)
+            on_device, x = is_device_tensor(x), self._taken(x)
             if self._inputs.takes_tokens and x.ndim == 1:
                 x = x[:, None]
             if x.ndim > 1 and x.shape[1] != 1:
                 raise InputError(f"decode: got {x.shape[1]} tokens a row, expected 1; use prefill for more")
-            return self._step_rows(x, None)
+            return self._step_rows(x, None, on_device)
 
-    def _step_rows(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None) -> np.ndarray:
+    def _taken(self, x: Any) -> np.ndarray | DeviceTensor:
+        """The caller's input: a host array, or hidden states that stay on the device. Tokens are checked on the host."""
+        if not is_device_tensor(x):
+            return np.asarray(x)
+        if not isinstance(self._stepper, OnDevice):
+            raise InputError(f"device tensors: got one for the {self.backend} backend, expected numpy arrays; open it with backend='tensorrt'")
+        tensor = self._stepper.import_tensor(x)
+        return self._stepper.to_host(tensor) if self._inputs.takes_tokens else tensor
+
+    def _step_rows(self, x: np.ndarray | DeviceTensor, lengths: Sequence[int] | np.ndarray | None, on_device: bool) -> Any:
         if self._slots is not None:
             raise InputError("session: it is used with slots, so rows are not its own to use; call reset() to choose anew")
         x = self._inputs.batch(x)
@@ -176,13 +189,20 @@ class DecodeSession:
         if batch > self.max_batch:
             raise InputError(f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}")
         seq_lens = self._inputs.lengths(lengths, batch, width)
-        sequences = {row: self._inputs.real(x[row, :seq_len], f"row {row}") for row, seq_len in enumerate(seq_lens)}
+        rows = (x.part(row, n) if isinstance(x, DeviceTensor) else x[row, :n] for row, n in enumerate(seq_lens))
+        sequences = {row: self._inputs.real(sequence, f"row {row}") for row, sequence in enumerate(rows)}
         past_lens = self._lengths or [0] * batch
         names = [f"sequence {row}" for row in range(batch)]
         check_fits(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
         launches = plan_padded(past_lens, seq_lens, self.cache_capacity)
-        outputs = self._run(launches, sequences, dict(enumerate(past_lens)), dict(enumerate(names)))
+        if on_device and self._output.name == "logits" and SEQUENCE in self._output.axes:
+            raise InputError("device tensors: this bundle puts out logits of all tokens, expected the last; export it with --logits last")
+        if on_device and (len(launches) > 1 or launches[0].width != width):
+            raise InputError("device tensors: this step needs its rows apart or trimmed, expected one run; use slots, or trim x to its longest row")
+        outputs = self._run(launches, sequences, dict(enumerate(past_lens)), dict(enumerate(names)), on_device)
         self._lengths = [past_len + seq_len for past_len, seq_len in zip(past_lens, seq_lens, strict=True)]
+        if on_device:  # the rows are parts of one tensor
+            return outputs[0].whole(batch, *(outputs[0].shape if self._output.name == "logits" else x.shape[1:]))
         if self._output.name == "logits":
             return np.stack([outputs[row] for row in range(batch)])
         padded = np.zeros(x.shape, numpy_dtype(self._output.dtype))
@@ -285,12 +305,15 @@ class DecodeSession:
             if not inputs:
                 raise InputError("step: got no slots, expected at least one")
             rows = {slot: table.row(slot) for slot in inputs}
-            sequences = {rows[slot]: self._inputs.sequence(x, f"slot {slot}") for slot, x in inputs.items()}
+            on_device = any(is_device_tensor(x) for x in inputs.values())
+            if on_device and not all(is_device_tensor(x) for x in inputs.values()):
+                raise InputError("step: got inputs on the host and on the device, expected one or the other")
+            sequences = {rows[slot]: self._inputs.sequence(self._taken(x), f"slot {slot}") for slot, x in inputs.items()}
             past_lens = {rows[slot]: table.length(slot) for slot in inputs}
             names = {row: f"slot {slot}" for slot, row in rows.items()}
             check_fits({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
             launches = plan_unpadded({row: len(x) for row, x in sequences.items()})
-            outputs = self._run(launches, sequences, past_lens, names)
+            outputs = self._run(launches, sequences, past_lens, names, on_device)
             table.advance({slot: len(sequences[row]) for slot, row in rows.items()})
             return {slot: outputs[row] for slot, row in rows.items()}
 
@@ -305,18 +328,18 @@ class DecodeSession:
     # --- running -------------------------------------------------------------------------------------------------------
 
     def _run(
-        self, launches: list[Launch], sequences: Mapping[int, np.ndarray], past_lens: Mapping[int, int], names: Mapping[int, str]
-    ) -> dict[int, np.ndarray]:
+        self, launches: list[Launch], sequences: Mapping[int, Any], past_lens: Mapping[int, int], names: Mapping[int, str], on_device: bool
+    ) -> dict[int, Any]:
         """Runs launches over cache rows; returns each row's logits [V] or hidden states [T, E].
 
         When one fails, every row that a launch may have written is zeroed beyond its past length.
         """
-        outputs: dict[int, np.ndarray] = {}
+        outputs: dict[int, Any] = {}
         started: list[Launch] = []
         try:
             for launch in launches:
                 started.append(launch)
-                outputs |= self._launch(launch, sequences, past_lens, names)
+                outputs |= self._launch(launch, sequences, past_lens, names, on_device)
         except BaseException:
             for launch in started:
                 for row in launch.rows:
@@ -326,27 +349,44 @@ class DecodeSession:
         return outputs
 
     def _launch(
-        self, launch: Launch, sequences: Mapping[int, np.ndarray], past_lens: Mapping[int, int], names: Mapping[int, str]
-    ) -> dict[int, np.ndarray]:
-        seq_lens = np.array([len(sequences[row]) for row in launch.rows], np.int64)
+        self, launch: Launch, sequences: Mapping[int, Any], past_lens: Mapping[int, int], names: Mapping[int, str], on_device: bool
+    ) -> dict[int, Any]:
+        batch = [sequences[row] for row in launch.rows]
+        seq_lens = [len(sequence) for sequence in batch]
         feeds = step_feeds(
             self._input_name,
-            _right_padded([sequences[row] for row in launch.rows], launch.width),
+            DeviceRows(batch, launch.width) if isinstance(batch[0], DeviceTensor) else _right_padded(batch, launch.width),
             np.array([past_lens[row] for row in launch.rows], np.int64),
-            seq_lens,
+            np.array(seq_lens, np.int64),
         )
-        output = self._stepper.run(feeds, self._cache, launch.first)[self._output.name]
-        if self._output.name == "logits" and SEQUENCE in self._output.axes:
-            output = output[np.arange(len(output)), seq_lens - 1]
-        if not np.isfinite(output).all():
-            bad = [names[row] for row, values in zip(launch.rows, output, strict=True) if not np.isfinite(values).all()]
+        run = self._stepper.run_on_device if on_device else self._stepper.run
+        output = run(feeds, self._cache, launch.first)[self._output.name]
+        self._check_finite(self._stepper.to_host(output) if on_device else output, launch, seq_lens, names)
+        return {row: self._real_output(output, index, seq_lens[index]) for index, row in enumerate(launch.rows)}
+
+    def _real_output(self, output: np.ndarray | DeviceTensor, index: int, seq_len: int) -> Any:
+        """One row's logits [V] of its last token, or hidden states [T, E] of its real tokens."""
+        if self._output.name == "logits" and SEQUENCE not in self._output.axes:
+            return output.part(index) if isinstance(output, DeviceTensor) else output[index]
+        if isinstance(output, DeviceTensor):
+            real = output.part(index, seq_len)
+            return real.part(seq_len - 1) if self._output.name == "logits" else real
+        return output[index, seq_len - 1] if self._output.name == "logits" else output[index, :seq_len]
+
+    def _check_finite(self, output: np.ndarray, launch: Launch, seq_lens: list[int], names: Mapping[int, str]) -> None:
+        """Looks at the real rows of a host copy.
+
+        Raises:
+            NumericalError: some hold inf or NaN; names their sequences.
+        """
+        if np.isfinite(output).all():
+            return
+        bad = [names[row] for index, row in enumerate(launch.rows) if not np.isfinite(self._real_output(output, index, seq_lens[index])).all()]
+        if bad:
             raise NumericalError(
                 f"{self._output.name}: inf or NaN in {', '.join(bad)}; the session is as before this step; "
                 "export with --dtype bf16 or fp32, or look at the model's largest activations"
             )
-        if self._output.name == "logits":
-            return dict(zip(launch.rows, output, strict=True))
-        return {row: values[:seq_len] for row, values, seq_len in zip(launch.rows, output, seq_lens, strict=True)}
 
     def _check_open(self) -> None:
         if self._stepper is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,22 @@ class HostCache(Cache):
     def write(self, row: int, tensors: list[np.ndarray]) -> None:
         for array, tensor in zip(self.arrays, tensors, strict=True):
             array[row, :, : tensor.shape[1]] = tensor
+
+
+class OnDevice(ABC):
+    """What a stepper adds that can take inputs from device memory and leave outputs there. Tensors are its own kind."""
+
+    @abstractmethod
+    def import_tensor(self, x: Any) -> Any:
+        """Takes another library's tensor by DLPack, ordered after what its producer has queued; nothing is copied."""
+
+    @abstractmethod
+    def to_host(self, tensor: Any) -> np.ndarray:
+        """A copy in host memory."""
+
+    @abstractmethod
+    def run_on_device(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> dict[str, Any]:
+        """As `Stepper.run`, with a first input that may lie on the device and outputs that stay there, in memory of their own."""
 
 
 class Stepper(ABC):
