@@ -314,8 +314,7 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
     Raises:
         InputError: it is below 1, or beyond the positions the graph was exported for, or no capacity fits those.
     """
-    row_bytes = config.n_kv_heads * config.head_dim * DTYPES[dtype].n_bytes
-    step = CACHE_ALIGNMENT_BYTES // math.gcd(row_bytes, CACHE_ALIGNMENT_BYTES)
+    step = cache_capacity_step(config, dtype)
     largest = max_positions // step * step
     if largest == 0:
         raise InputError(
@@ -334,6 +333,12 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
             f"for; ask for at most {largest} or export again with a larger --max-positions"
         )
     return capacity
+
+
+def cache_capacity_step(config: ModelConfig, dtype: str) -> int:
+    """Cache capacities come in multiples of this, so that each sequence's cache begins 256-byte aligned."""
+    row_bytes = config.n_kv_heads * config.head_dim * DTYPES[dtype].n_bytes
+    return CACHE_ALIGNMENT_BYTES // math.gcd(row_bytes, CACHE_ALIGNMENT_BYTES)
 
 
 def _is_count(value: object) -> bool:

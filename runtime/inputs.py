@@ -34,13 +34,19 @@ class InputChecker:
             InputError: says what was got and expected.
         """
         x = x if isinstance(x, DeviceTensor) else np.asarray(x)
-        if self.takes_tokens and (x.ndim != 2 or x.dtype.kind not in "iu"):
-            raise InputError(f"tokens: got {x.dtype} {list(x.shape)}, expected integers [B, T] (decode: [B])")
-        if not self.takes_tokens and (x.ndim != 3 or x.shape[2] != self._hidden_size or x.dtype != self._dtype):
-            raise InputError(f"hidden states: got {x.dtype} {list(x.shape)}, expected {self._dtype_name} [B, T, {self._hidden_size}]")
+        if not self._fits(x, n_axes=2):
+            what = "tokens" if self.takes_tokens else "hidden states"
+            expected = "integers [B, T] (decode: [B])" if self.takes_tokens else f"{self._dtype_name} [B, T, {self._hidden_size}]"
+            raise InputError(f"{what}: got {x.dtype} {list(x.shape)}, expected {expected}")
         if 0 in x.shape:
             raise InputError(f"input: got shape {list(x.shape)}, expected at least one sequence and one token")
         return x
+
+    def _fits(self, x: np.ndarray, n_axes: int) -> bool:
+        """Whether x has `n_axes` axes of tokens, or one more of hidden states, in a dtype that the bundle takes."""
+        if self.takes_tokens:
+            return x.ndim == n_axes and x.dtype.kind in "iu"
+        return x.ndim == n_axes + 1 and x.shape[-1] == self._hidden_size and x.dtype == self._dtype
 
     def lengths(self, lengths: Sequence[int] | np.ndarray | None, batch: int, width: int) -> list[int]:
         """Real tokens of each row; None means all.
@@ -58,16 +64,15 @@ class InputChecker:
         return lengths.tolist()
 
     def sequence(self, x: np.ndarray, name: str) -> np.ndarray:
-        """One sequence's [T] or [T, E], checked like a batch of one, and its tokens against the vocabulary.
+        """One sequence's [T] or [T, E], its dtype and shape checked, and its tokens against the vocabulary.
 
         Raises:
-            InputError: names the sequence.
+            InputError: names the sequence, what was got and expected.
         """
         x = x if isinstance(x, DeviceTensor) else np.asarray(x)
-        expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
-        if x.ndim != (1 if self.takes_tokens else 2):
-            raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}")
-        self.batch(x.whole(1, *x.shape) if isinstance(x, DeviceTensor) else x[None])
+        if not self._fits(x, n_axes=1) or 0 in x.shape:
+            expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
+            raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}, at least one token")
         return self.real(x, name)
 
     def real(self, x: np.ndarray, name: str) -> np.ndarray:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from exporter.bundle import DATA_FILE, Manifest
-from exporter.contract import DTYPES
+from exporter.contract import DTYPES, cache_capacity_step
 from exporter.errors import InputError
 from exporter.ledger import Ledger
 
@@ -23,6 +25,8 @@ class MemoryPlan:
         cache_bytes_per_token: of one sequence.
         activations_bytes: an estimate for the widest step: every sequence with one token, or one of `cache_capacity`.
         max_batch, cache_capacity: of the cache.
+        replan: the plan at another batch and capacity; None keeps the other figures.
+        capacity_step: capacities come in multiples of this.
     """
 
     weights_bytes: int
@@ -30,6 +34,8 @@ class MemoryPlan:
     activations_bytes: int
     max_batch: int
     cache_capacity: int
+    replan: Callable[[int, int], MemoryPlan] | None = field(default=None, compare=False, repr=False)
+    capacity_step: int = field(default=1, compare=False)
 
     @property
     def cache_bytes(self) -> int:
@@ -39,6 +45,12 @@ class MemoryPlan:
     def total_bytes(self) -> int:
         return self.weights_bytes + self.cache_bytes + self.activations_bytes
 
+    def at(self, max_batch: int, cache_capacity: int) -> MemoryPlan:
+        """The plan of the same session at other sizes."""
+        if self.replan is not None:
+            return self.replan(max_batch, cache_capacity)
+        return replace(self, max_batch=max_batch, cache_capacity=cache_capacity)
+
     def check(self, available_bytes: int) -> None:
         """Refuses a plan that does not fit.
 
@@ -47,34 +59,50 @@ class MemoryPlan:
         """
         if self.total_bytes <= available_bytes:
             return
-        room = max(0, available_bytes - self.weights_bytes - self.activations_bytes) // self.cache_bytes_per_token
+        step, batch, capacity = self.capacity_step, self.max_batch, self.cache_capacity
+        steps = _largest(capacity // step, lambda n: self.at(batch, n * step).total_bytes <= available_bytes)
+        sequences = _largest(batch, lambda n: self.at(n, capacity).total_bytes <= available_bytes)
+        proposal = f"{batch} sequences would fit with cache_capacity {steps * step}, or {sequences} sequences with {capacity}"
+        if steps == sequences == 0:
+            proposal = "no batch and no capacity would fit; free memory, or take a smaller model or dtype"
         raise InputError(
             f"memory: the session needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, cache {_gib(self.cache_bytes)}, "
-            f"activations about {_gib(self.activations_bytes)}) and {_gib(available_bytes)} is free; nothing was allocated; "
-            f"{self.max_batch} sequences would fit with cache_capacity {room // self.max_batch}, "
-            f"or {room // self.cache_capacity} sequences with {self.cache_capacity}"
+            f"activations about {_gib(self.activations_bytes)}) and {_gib(available_bytes)} is free; nothing was allocated; {proposal}"
         )
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `limit` that fits, 0 where none does; what fits at n fits below n."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
 
 
 def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity: int) -> MemoryPlan:
     """What a session of this bundle needs on a backend."""
     config, width = manifest.config, DTYPES[manifest.dtype].n_bytes
-    weights = int(manifest.files[DATA_FILE]["size_bytes"] * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0))
-    per_token = Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers
     compute_width = max(width, 4) if backend != "tensorrt" else width
     widest = 2 * config.hidden_size + 3 * config.intermediate_size
     logits = config.vocab_size * 4 * max_batch if manifest.unit.kind == "model" else 0
-    activations = max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits
-    return MemoryPlan(weights, per_token, activations, max_batch, cache_capacity)
+    return MemoryPlan(
+        weights_bytes=int(manifest.files[DATA_FILE]["size_bytes"] * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0)),
+        cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers,
+        activations_bytes=max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits,
+        max_batch=max_batch,
+        cache_capacity=cache_capacity,
+        replan=lambda batch, capacity: plan_memory(manifest, backend, batch, capacity),
+        capacity_step=cache_capacity_step(config, manifest.dtype),
+    )
 
 
 def available_host_bytes() -> int:
     """Memory that this process can still take: what the kernel says is available, within its control group's limit."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])  # pages of files are given up first
+        available = min(available, int(text) - used)
     return available
 
 

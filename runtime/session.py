@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class DecodeSession:
         self._output = self.manifest.contract.step_outputs[0]
         self._lengths: list[int] | None = None  # of each row; None before the first step with rows
         self._slots: SlotTable | None = None  # None before the first use of slots
+        self._slot_numbers = itertools.count()  # goes on after a reset, so that a slot from before it is noticed
         self._lock = threading.Lock()
 
     @classmethod
@@ -222,7 +224,9 @@ class DecodeSession:
             return self._acquire()[0]
 
     def _acquire(self) -> tuple[int, int]:
-        slot, row = self._slot_table().acquire()
+        table = self._slot_table()
+        slot, row = table.acquire()
+        self._slots = table
         self._cache.zero(row, 0, self.cache_capacity)
         return slot, row
 
@@ -279,10 +283,9 @@ class DecodeSession:
             if not all(np.isfinite(tensor).all() for tensor in state.tensors):
                 raise InputError("slot state: it holds inf or NaN, which would reach every later token; compute the prefix again")
             check_fits({"the imported sequence": (0, state.length)}, self.cache_capacity)
-            table = self._slot_table()
             slot, row = self._acquire()
             self._cache.write(row, list(state.tensors))
-            table.advance({slot: state.length})
+            self._slots.advance({slot: state.length})
             return slot
 
     def step(self, inputs: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -321,9 +324,7 @@ class DecodeSession:
         self._check_open()
         if self._lengths is not None:
             raise InputError("session: it is used with rows, so there are no slots; call reset() to choose anew")
-        if self._slots is None:
-            self._slots = SlotTable(self.max_batch)
-        return self._slots
+        return self._slots or SlotTable(self.max_batch, self._slot_numbers)  # the choice is made by the first slot that is taken
 
     # --- running -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ into the gap; that is the only copy that joining and leaving ever cost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from exporter.errors import InputError
@@ -27,9 +28,10 @@ class SlotTable:
         n_rows: sequences that the cache holds.
     """
 
-    def __init__(self, n_rows: int) -> None:
+    def __init__(self, n_rows: int, numbers: Iterator[int] | None = None) -> None:
+        """`numbers` gives the slots' numbers; a session hands the same iterator to each of its tables."""
         self.n_rows = n_rows
-        self._next = 0
+        self._numbers = itertools.count() if numbers is None else numbers
         self._rows: list[int] = []  # slot number of each active row
         self._lengths: dict[int, int] = {}
 
@@ -46,8 +48,7 @@ class SlotTable:
         """
         if len(self._rows) == self.n_rows:
             raise InputError(f"slots: all {self.n_rows} are taken; release one or open the session with a larger max_batch")
-        slot = self._next
-        self._next += 1
+        slot = next(self._numbers)
         self._rows.append(slot)
         self._lengths[slot] = 0
         return slot, len(self._rows) - 1
