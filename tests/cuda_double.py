@@ -7,17 +7,24 @@ use after free; outputs are poisoned before each step, so a stale one shows.
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 import types
+from pathlib import Path
 
 import numpy as np
 
 from engines.cuda import ALIGNMENT_BYTES, Cuda
+from engines.profiles import default_profiles
 from engines.records import EngineRecord
+from engines.tensorrt_stepper import TensorRTStepper
 from exporter.bundle import Bundle
 from exporter.contract import BATCH, CAPACITY, SEQUENCE, TOTAL, numpy_dtype
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.protocol import HostCache
+from runtime import DecodeSession
 
+ENGINE = b"engine"  # the content of every engine file that the double knows
 POISON = 0x7F  # as float16, float32 and int64 alike, no value that a step would compute
 
 
@@ -243,16 +250,37 @@ class ILogger:
 def tensorrt_double(bundle: Bundle, record: EngineRecord, cuda: CudaDouble) -> types.SimpleNamespace:
     """A stand-in for the `tensorrt` module whose runtime loads this bundle's engine and no other."""
     stepper = EagerStepper.from_bundle(bundle)
-    content = (bundle.folder / record.file).read_bytes()
 
     class Runtime:
         def __init__(self, logger):
             self._logger = logger
 
         def deserialize_cuda_engine(self, data):
-            if data != content:
+            if data != ENGINE:
                 self._logger.log(ILogger.ERROR, "not this engine")
                 return None
             return EngineDouble(bundle, record, cuda, stepper)
 
     return types.SimpleNamespace(__version__=record.version, ILogger=ILogger, Runtime=Runtime, TensorIOMode=TensorIOMode)
+
+
+def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len: int = 16) -> EngineRecord:
+    """The record that a build would have left for an engine of this bundle."""
+    axes = {spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes) for spec in bundle.manifest.contract.inputs}
+    profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
+    return EngineRecord(
+        "model.engine", 6, "", "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
+        {"version_compatible": False}, 0.0, 0,
+    )  # fmt: skip
+
+
+def double_session(bundle: Bundle, max_batch: int = 4, cache_capacity: int = 64) -> DecodeSession:
+    """A session on the TensorRT backend over the doubles; the bundle's folder is left alone."""
+    folder, cuda = Path(tempfile.mkdtemp(prefix="engine-double-")), CudaDouble()
+    try:
+        (folder / "model.engine").write_bytes(ENGINE)
+        record = engine_record(bundle, cache_capacity, max_batch, cache_capacity)
+        stepper = TensorRTStepper(Bundle(folder, bundle.manifest), record, tensorrt_double(bundle, record, cuda), cuda)
+    finally:
+        shutil.rmtree(folder)
+    return DecodeSession(bundle, stepper, max_batch, cache_capacity)

@@ -10,8 +10,7 @@ import benchmarks.gpu_check as gpu_check
 from engines.gpu import Gpu, visible_gpus
 from engines.tensorrt_stepper import TensorRTStepper
 from tests.conftest import TINY
-from tests.cuda_double import CudaDouble, tensorrt_double
-from tests.test_tensorrt_stepper import engine_record
+from tests.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def over_doubles(in_folder, monkeypatch):
     """Engines that are built and run by doubles, at sizes that take no time."""
 
     def build(bundle, backend, request):
-        (bundle.folder / "model.engine").write_bytes(b"engine")
+        (bundle.folder / "model.engine").write_bytes(ENGINE)
         return engine_record(bundle, request.cache_capacity, request.max_batch, request.max_seq_len)
 
     def open_double(bundle, record, cuda, cuda_graphs=True):

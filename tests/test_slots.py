@@ -31,6 +31,7 @@ from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
 from runtime.session import SlotState
 from runtime.slots import Move, SlotTable
 from tests.conftest import TINY
+from tests.cuda_double import double_session
 
 SMALL = ModelConfig(hidden_size=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=48, vocab_size=31, context_length=16)
 CLOSE = 1e-5  # float32 sums in another order
@@ -45,7 +46,11 @@ def on_onnxruntime(bundle: Bundle, **options) -> DecodeSession:
     return DecodeSession.open(bundle.folder, "onnxruntime", **options)
 
 
-BACKENDS = [on_eager, on_onnxruntime]  # bundle, max_batch=…, cache_capacity=… → session
+def on_the_tensorrt_double(bundle: Bundle, **options) -> DecodeSession:
+    return double_session(bundle, **options)
+
+
+BACKENDS = [on_eager, on_onnxruntime, on_the_tensorrt_double]  # bundle, max_batch=…, cache_capacity=… → session
 every_backend = pytest.mark.parametrize("open_backend", BACKENDS, ids=lambda factory: factory.__name__)
 
 

@@ -9,8 +9,6 @@ import shutil
 import numpy as np
 import pytest
 
-from engines.profiles import default_profiles
-from engines.records import EngineRecord
 from engines.tensorrt_stepper import GRAPH_BUCKET, TensorRTStepper, find_engine
 from exporter.bundle import Bundle
 from exporter.errors import BackendError, BundleError, InputError
@@ -19,18 +17,9 @@ from exporter.steppers.eager import EagerStepper
 from exporter.validate import record as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
-from tests.cuda_double import ContractError, CudaDouble, tensorrt_double
+from tests.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
 
 CAPACITY = 32
-
-
-def engine_record(bundle: Bundle, capacity=CAPACITY, max_batch=4, max_seq_len=16) -> EngineRecord:
-    axes = {spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes) for spec in bundle.manifest.contract.inputs}
-    profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
-    return EngineRecord(
-        "model.engine", 6, "", "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
-        {"version_compatible": False}, 0.0, 0,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -41,9 +30,9 @@ def engine(tiny_bundle, tmp_path):
         folder = tmp_path / f"{unit}-{dtype}"
         if not folder.exists():
             shutil.copytree(tiny_bundle(unit, dtype).folder, folder, copy_function=os.link)
-            (folder / "model.engine").write_bytes(b"engine")
+            (folder / "model.engine").write_bytes(ENGINE)
         bundle, cuda = Bundle.open(folder), CudaDouble()
-        record = engine_record(bundle, **limits)
+        record = engine_record(bundle, **{"capacity": CAPACITY} | limits)
         return bundle, TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda, cuda_graphs), cuda
 
     return make
@@ -193,7 +182,7 @@ def test_a_failing_enqueue_leaves_the_session_as_it_was(engine, monkeypatch):
 
 def test_an_engine_with_other_tensors_than_the_bundles_is_refused(engine, tiny_bundle):
     bundle, _, cuda = engine()
-    record = engine_record(bundle)
+    record = engine_record(bundle, CAPACITY)
     other = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, contract=tiny_bundle("block").manifest.contract))
     with pytest.raises(BundleError, match="engine"):
         TensorRTStepper(other, record, tensorrt_double(bundle, record, cuda), cuda)
@@ -201,7 +190,7 @@ def test_an_engine_with_other_tensors_than_the_bundles_is_refused(engine, tiny_b
 
 def test_an_engine_that_does_not_load_is_refused_with_the_reason(engine, monkeypatch):
     bundle, _, cuda = engine()
-    record = engine_record(bundle)
+    record = engine_record(bundle, CAPACITY)
     double = tensorrt_double(bundle, record, cuda)
     monkeypatch.setattr(type(bundle.folder), "read_bytes", lambda path: b"damaged")
     with pytest.raises(BundleError, match="does not load: not this engine"):
