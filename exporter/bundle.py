@@ -73,6 +73,7 @@ class Manifest:
         return self.weights["source"] == "random"
 
     def to_json(self) -> str:
+        """The manifest's file content; equal manifests give equal bytes."""
         unit = {
             "kind": self.unit.kind,
             "component": self.unit.component,

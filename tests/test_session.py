@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -9,10 +12,9 @@ import pytest
 
 from exporter.bundle import Bundle
 from exporter.errors import BackendError, InputError, NumericalError
-from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from runtime import DecodeSession
 from runtime.plan import Launch, check_fits, plan_padded
-from tests.conftest import MAX_POSITIONS, TINY
+from tests.conftest import MAX_POSITIONS, ROOT, TINY
 
 BACKENDS = ("eager", "onnxruntime")
 
@@ -297,16 +299,33 @@ def test_threads_that_share_a_session_take_turns(tiny_bundle):
         assert session.lengths.tolist() == [41]
 
 
-def test_onnxruntime_writes_the_cache_in_place(tiny_bundle):
-    """A step must touch only its own rows: were the cache copied, the unrelated rows' pages would be rewritten too."""
-    stepper = OnnxruntimeStepper.from_bundle(tiny_bundle("block"))
-    cache = stepper.new_cache(3, 64)
-    from exporter.feeds import step_feeds
+IN_PLACE = """
+import ctypes, mmap, sys
+import numpy as np
+from exporter.bundle import Bundle
+from exporter.feeds import step_feeds
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 
-    cache.arrays[0][0] = 7
-    cache.arrays[0][2] = 9
-    x = np.ones((1, 2, TINY.hidden_size), np.float32)
-    stepper.run(step_feeds("hidden_states", x, np.array([4]), np.array([2])), cache, first_row=1)
-    assert (cache.arrays[0][0] == 7).all() and (cache.arrays[0][2] == 9).all()
-    written = cache.arrays[0][1].any(axis=(0, 2)).nonzero()[0].tolist()
-    assert written == [4, 5]
+PAGE, HEAD = 4096, 1024 * 16 * 4  # bytes of a page, and of one head's 1,024 rows
+stepper = OnnxruntimeStepper.from_bundle(Bundle.open(sys.argv[1]))
+cache = stepper.new_cache(1, 1024)
+for i, array in enumerate(cache.arrays):
+    cache.arrays[i] = np.frombuffer(mmap.mmap(-1, array.nbytes), array.dtype).reshape(array.shape)
+    for head in range(2):
+        rest = cache.arrays[i].ctypes.data + head * HEAD + PAGE
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(rest), ctypes.c_size_t(HEAD - PAGE), mmap.PROT_READ) == 0
+past_len = int(sys.argv[2])
+stepper.run(step_feeds("hidden_states", np.ones((1, 2, 64), np.float32), np.array([past_len]), np.array([2])), cache)
+print(sorted(set(np.concatenate([array.any(axis=(0, 1, 3)).nonzero()[0] for array in cache.arrays]).tolist())))
+"""
+
+
+def test_onnxruntime_writes_the_cache_in_place(tiny_bundle):
+    """All memory but the first page of each head is read-only: a step that copied the cache, even onto itself, would die."""
+
+    def run(past_len: int) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", IN_PLACE, str(tiny_bundle("block").folder), str(past_len)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    assert run(past_len=4).stdout.strip() == "[4, 5]"
+    assert run(past_len=64).returncode == -signal.SIGSEGV  # the first row of the second page: the protection is real
