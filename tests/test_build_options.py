@@ -162,7 +162,7 @@ def test_the_profiling_verbosity_reaches_the_config(verbosity):
 def real():
     """tensorrt_rtx and a builder config of its own; the builder is kept because the config needs it."""
     backend = choose_backend("tensorrt-rtx")
-    logger = create_logger(backend)
+    logger = create_logger(backend.trt)
     builder = backend.trt.Builder(logger)
     return SimpleNamespace(trt=backend.trt, config=builder.create_builder_config(), builder=builder, logger=logger)
 
