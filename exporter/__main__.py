@@ -52,8 +52,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_export_arguments(export: argparse.ArgumentParser) -> None:
-    export.add_argument("--model", metavar="NAME", help=f"geometry from the catalogue, with random weights: {', '.join(CATALOGUE)}")
-    export.add_argument("--checkpoint", metavar="DIR", help="Hugging Face folder: geometry and weights")
+    export.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"geometry from the catalogue with random weights, or what a Meta checkpoint leaves out: {', '.join(CATALOGUE)}",
+    )
+    export.add_argument("--checkpoint", metavar="DIR", help="Hugging Face folder, or Meta folder together with --model: geometry and weights")
     export.add_argument(
         "--unit", default="block", metavar="UNIT", help=f"block (default), stack, model or component:NAME, NAME one of {', '.join(COMPONENTS)}"
     )
@@ -167,13 +171,13 @@ def _request(arguments: argparse.Namespace):
     """Reads the checkpoint or the catalogue; everything wrong with the arguments shows here, before anything is written."""
     from exporter.weights import RandomWeights
 
-    if bool(arguments.model) == bool(arguments.checkpoint):
+    if not arguments.model and not arguments.checkpoint:
         raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
     extra: dict = {}
     if arguments.checkpoint:
-        from exporter.checkpoint.huggingface import open_huggingface
+        from exporter.checkpoint.formats import open_checkpoint
 
-        checkpoint = open_huggingface(arguments.checkpoint)
+        checkpoint = open_checkpoint(arguments.checkpoint, arguments.model)
         config, weights = checkpoint.config, checkpoint.weights
         extra = {"end_token_ids": checkpoint.end_token_ids, "tokenizer_files": checkpoint.tokenizer_files}
         provenance = {"checkpoint": Path(arguments.checkpoint).name, "tensors": checkpoint.weights.counts}

@@ -54,7 +54,6 @@ def json_output(capsys, main, *arguments: object) -> dict:
     [
         ("--model llama9", ["model", "'llama9'", "llama3-8b", "smollm2-135m"]),
         ("", ["either --model", "--checkpoint"]),
-        ("--model llama3-8b --checkpoint x", ["either --model", "--checkpoint"]),
         ("--checkpoint nowhere", ["nowhere", "no such folder"]),
         ("--model llama3-8b --unit lump", ["unit", "'lump'", "block", "component:NAME"]),
         ("--model llama3-8b --unit block:0", ["unit", "'block:0'"]),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.bundle import TOKENIZER_FILES
 from exporter.catalogue import ModelConfig, RopeScaling
+from exporter.checkpoint.folder import check_coverage, end_token_ids, listed, read_json, tokenizer_files
+from exporter.checkpoint.formats import Checkpoint
 from exporter.contract import Unit, weight_shapes
 from exporter.errors import CheckpointError, InputError
 
@@ -32,16 +31,6 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  #
 _FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint: geometry, weights by canonical name, and what a whole model's bundle takes along."""
-
-    config: ModelConfig
-    weights: HuggingFaceWeights
-    end_token_ids: tuple[int, ...]
-    tokenizer_files: tuple[Path, ...]
-
-
 def open_huggingface(folder: str | Path) -> Checkpoint:
     """Opens a folder and proves that its tensors are exactly those of its config. No tensor's values are read yet.
 
@@ -51,7 +40,7 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {folder}: no such folder; give the folder that holds config.json and *.safetensors")
-    data = _read_json(folder / "config.json")
+    data = read_json(folder / "config.json")
     try:
         config = parse_config(data)
     except InputError as error:
@@ -59,8 +48,8 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     return Checkpoint(
         config=config,
         weights=HuggingFaceWeights(folder, config),
-        end_token_ids=_end_token_ids(folder, data),
-        tokenizer_files=tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file()),
+        end_token_ids=end_token_ids(folder, data),
+        tokenizer_files=tokenizer_files(folder),
     )
 
 
@@ -162,24 +151,6 @@ def _parse_scaling(rule: dict) -> RopeScaling | None:
     return RopeScaling(**{ours: plain[theirs] for theirs, ours in _SCALING_NAMES.items()}) if plain else None
 
 
-def _end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
-    generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path.parent}: it holds no {path.name}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: got a JSON {type(data).__name__}, expected an object")
-    return data
-
-
 # --- tensors -----------------------------------------------------------------------------------------------------------
 
 
@@ -196,7 +167,8 @@ class HuggingFaceWeights:
         self._files = _tensor_files(folder)
         self._open: dict[Path, object] = {}
         expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
-        self._check_names(expected)
+        found = {name for name in self._files if not _DERIVED.fullmatch(name)}
+        check_coverage(folder, found, set(expected), {"lm_head.weight"} if config.tie_word_embeddings else set())
         for name, shape in expected.items():
             self._check_tensor(name, shape)
         if config.tie_word_embeddings and "lm_head.weight" in self._files:
@@ -216,17 +188,6 @@ class HuggingFaceWeights:
         if path not in self._open:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path]
-
-    def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
-        found = {name for name in self._files if not _DERIVED.fullmatch(name)}
-        missing = sorted(set(expected) - found)
-        allowed = {"lm_head.weight"} if self._config.tie_word_embeddings else set()
-        unexpected = sorted(found - set(expected) - allowed)
-        if missing or unexpected:
-            raise CheckpointError(
-                f"checkpoint {self._folder}: {len(set(expected) & found)} of {len(expected)} expected tensors found; "
-                f"missing {_listed(missing)}; unexpected {_listed(unexpected)}"
-            )
 
     def _check_tensor(self, stored: str, shape: tuple[int, ...]) -> None:
         entry = self._handle(stored).get_slice(stored)
@@ -260,7 +221,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name → the file that holds it, read from the files themselves and checked against the index, if any."""
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
-        index = _read_json(index_path).get("weight_map")
+        index = read_json(index_path).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise CheckpointError(f"{index_path}: it has no weight_map")
     elif (folder / "model.safetensors").is_file():
@@ -279,7 +240,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             files[name] = path
     if index is not None and files != {name: folder / shard for name, shard in index.items()}:
         wrong = sorted(name for name in {*files, *index} if name not in index or files.get(name) != folder / index[name])
-        raise CheckpointError(f"{index_path}: it does not match its shards for {_listed(wrong)}")
+        raise CheckpointError(f"{index_path}: it does not match its shards for {listed(wrong)}")
     return files
 
 
@@ -291,7 +252,3 @@ def _names_in(path: Path) -> list[str]:
             return list(file.keys())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None
-
-
-def _listed(names: list[str]) -> str:
-    return f"{len(names)} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else "none"

@@ -1,0 +1,60 @@
+"""What both checkpoint formats share: reading JSON, the generation's end tokens, the tokenizer's files, and coverage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from exporter.bundle import TOKENIZER_FILES
+from exporter.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a checkpoint's file.
+
+    Raises:
+        CheckpointError: the file is missing or not a JSON object.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint {path.parent}: it holds no {path.name}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
+    """The tokens that end a generation: from generation_config.json, else from the config."""
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+
+
+def tokenizer_files(folder: Path) -> tuple[Path, ...]:
+    """The tokenizer's files that are there, in a fixed order."""
+    return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+
+
+def check_coverage(folder: Path, found: set[str], expected: set[str], optional: set[str]) -> None:
+    """Proves that a checkpoint's tensors are exactly the expected ones.
+
+    Raises:
+        CheckpointError: some are missing or unexpected; gives counts and names.
+    """
+    missing, unexpected = sorted(expected - found), sorted(found - expected - optional)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"checkpoint {folder}: {len(expected & found)} of {len(expected)} expected tensors found; "
+            f"missing {listed(missing)}; unexpected {listed(unexpected)}"
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """How many names, and the first few."""
+    names = list(names)
+    return f"{len(names)} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else "none"

@@ -1,0 +1,219 @@
+"""Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run merged by their rule.
+
+Rows of q and k are in Meta's order already. The .pth files are pickles; they are read by torch's restricted unpickler,
+which runs no code, and mapped, so that a tensor is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exporter.catalogue import ModelConfig, RopeScaling, WidthRule, lookup
+from exporter.checkpoint.folder import check_coverage, end_token_ids, read_json, tokenizer_files
+from exporter.checkpoint.formats import Checkpoint
+from exporter.contract import Unit, weight_shapes
+from exporter.errors import CheckpointError, InputError
+
+_LAYER_NAMES = {  # canonical name inside a block → Meta's name inside a layer
+    "attention_norm": "attention_norm",
+    "attention.q_proj": "attention.wq",
+    "attention.k_proj": "attention.wk",
+    "attention.v_proj": "attention.wv",
+    "attention.o_proj": "attention.wo",
+    "ffn_norm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+_MODEL_NAMES = {"embedding.weight": "tok_embeddings.weight", "norm.weight": "norm.weight", "lm_head.weight": "output.weight"}
+_ROW_PARALLEL = ("attention.wo.weight", "feed_forward.w2.weight")  # split along their inputs; other matrices along their outputs
+_DERIVED = "rope.freqs"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_KNOWN_PARAMS = {
+    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
+    "use_scaled_rope", "max_seq_len", "max_batch_size",
+}  # fmt: skip
+
+
+def open_meta(folder: Path, model: str | None) -> Checkpoint:
+    """Opens a Meta folder.
+
+    Args:
+        folder: with params.json and consolidated.NN.pth.
+        model: catalogue name that supplies the context length and, where RoPE is scaled, its rule.
+
+    Raises:
+        CheckpointError: a fact is missing, or a shard or tensor is missing, damaged, unexpected or of another shape.
+    """
+    params = read_json(folder / "params.json")
+    shards = _open_shards(folder)
+    try:
+        config = parse_params(params, _vocab_size(params, shards), model)
+    except (InputError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from None
+    weights = MetaWeights(folder, config, shards)
+    if weights.head_is_tied():
+        config = replace(config, tie_word_embeddings=True)
+        weights = MetaWeights(folder, config, shards)
+    return Checkpoint(config, weights, end_token_ids(folder, params), tokenizer_files(folder))
+
+
+def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfig:
+    """A params.json as a ModelConfig, its gaps filled from the catalogue.
+
+    Raises:
+        CheckpointError: a fact is nowhere to be had, or params.json contradicts the named model.
+        InputError: the values contradict each other.
+    """
+    unknown = sorted(set(params) - _KNOWN_PARAMS)
+    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps", "multiple_of") if params.get(key) is None]
+    if unknown or missing:
+        raise CheckpointError(f"params.json: unknown keys {unknown}, missing keys {missing}")
+    if model is None:
+        needed = "the context length" + (" and the RoPE scaling rule" if params.get("use_scaled_rope") else "")
+        raise CheckpointError(f"params.json does not say {needed}; name the model with --model so that the catalogue supplies it")
+    known = lookup(model)
+    if params["dim"] % params["n_heads"]:
+        raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
+    config = ModelConfig(
+        hidden_size=params["dim"],
+        n_layers=params["n_layers"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        head_dim=params["dim"] // params["n_heads"],
+        intermediate_size=WidthRule(params.get("ffn_dim_multiplier"), params["multiple_of"]).width(params["dim"]),
+        vocab_size=vocab_size,
+        context_length=known.context_length,
+        rope_theta=params.get("rope_theta", 10_000.0),
+        rope_scaling=_scaling(params, known, model),
+        norm_eps=params["norm_eps"],
+    )
+    differing = [
+        name for name in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "intermediate_size") if getattr(config, name) != getattr(known, name)
+    ]
+    if differing:
+        values = ", ".join(f"{name} {getattr(config, name)} against {getattr(known, name)}" for name in differing)
+        raise CheckpointError(f"params.json is not of {model}: {values}; name the right model")
+    return config
+
+
+def _scaling(params: dict, known: ModelConfig, model: str) -> RopeScaling | None:
+    if not params.get("use_scaled_rope"):
+        return None
+    if known.rope_scaling is None:
+        raise CheckpointError(f"params.json scales RoPE and {model} has no rule for it; name the right model")
+    return known.rope_scaling
+
+
+def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
+    """From params.json, or where that says nothing (-1), from the output head, which is split along the vocabulary."""
+    stated = params.get("vocab_size", -1)
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    if any("output.weight" not in shard for shard in shards):
+        raise CheckpointError("params.json gives no vocab_size and there is no output.weight to read it from")
+    return sum(shard["output.weight"].shape[0] for shard in shards)
+
+
+def _open_shards(folder: Path) -> list[dict[str, Tensor]]:
+    """Every consolidated.NN.pth, mapped: tensor name → tensor.
+
+    Raises:
+        CheckpointError: none, a gap in the numbers, or a file that is not a plain dictionary of tensors.
+    """
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", path.name))
+    expected = [f"consolidated.{index:02d}.pth" for index in range(len(paths))]
+    if not paths or [path.name for path in paths] != expected:
+        raise CheckpointError(f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth and on without a gap")
+    return [_open_shard(path) for path in paths]
+
+
+def _open_shard(path: Path) -> dict[str, Tensor]:
+    try:
+        shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises many kinds: a bad zip, a bad pickle, a forbidden global
+        reason = str(error).splitlines()[0][:200]
+        raise CheckpointError(f"{path}: not a plain file of tensors ({type(error).__name__}: {reason}); nothing in it was run") from None
+    if not isinstance(shard, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in shard.items()):
+        raise CheckpointError(f"{path}: got {type(shard).__name__}, expected a dictionary of tensors")
+    return shard
+
+
+class MetaWeights:
+    """The shards' tensors under canonical names, merged as they are read.
+
+    Attributes:
+        counts: tensors used, and derived ones passed over.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, shards: list[dict[str, Tensor]]) -> None:
+        self.description = {"source": "checkpoint"}
+        self._folder, self._config, self._shards = folder, config, shards
+        expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
+        optional = {_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())
+        for shard in shards:
+            check_coverage(folder, set(shard), set(expected), optional)
+        self._axes = {name: self._split_axis(name, shape) for name, shape in expected.items()}
+        self.counts = {"used": len(expected), "derived": int(_DERIVED in shards[0])}
+
+    def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The axis along which a tensor is split over the shards; None where every shard holds the whole."""
+        pieces = [shard[name] for shard in self._shards]
+        if any(piece.dtype not in _FLOATS for piece in pieces):
+            raise CheckpointError(f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of float32, float16, bfloat16")
+        whole = [tuple(piece.shape) == shape for piece in pieces]
+        if all(whole):
+            if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
+                raise CheckpointError(f"checkpoint {self._folder}: {name} is whole in every shard and differs between them")
+            return None
+        axes = (0, 1) if name == "tok_embeddings.weight" else (1,) if name.endswith(_ROW_PARALLEL) else (0,)
+        for axis in axes[: len(shape)]:
+            merged = list(pieces[0].shape)
+            merged[axis] = sum(piece.shape[axis] for piece in pieces)
+            same = all(piece.dim() == len(shape) and _without(piece.shape, axis) == _without(pieces[0].shape, axis) for piece in pieces)
+            if same and tuple(merged) == shape:
+                return axis
+        shapes = [list(piece.shape) for piece in pieces]
+        raise CheckpointError(f"checkpoint {self._folder}: {name} has shapes {shapes} in its shards, expected {list(shape)} once merged")
+
+    def head_is_tied(self) -> bool:
+        """Whether an output head is there and bit-equal to the embedding, so that one matrix can serve for both."""
+        return not self._config.tie_word_embeddings and torch.equal(self.read("lm_head.weight"), self.read("embedding.weight"))
+
+    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+        stored = _stored_name(name)
+        axis = self._axes[stored]
+        pieces = [shard[stored] for shard in self._shards]
+        if axis is None:
+            return pieces[0][..., columns]
+        if axis == 0:
+            return torch.cat([piece[..., columns] for piece in pieces])
+        return _columns(pieces, columns)
+
+
+def _columns(pieces: list[Tensor], columns: slice) -> Tensor:
+    """The wanted columns of pieces that lie side by side, touching only the pieces that hold some."""
+    start, stop, _ = columns.indices(sum(piece.shape[1] for piece in pieces))
+    parts, offset = [], 0
+    for piece in pieces:
+        low, high = max(start - offset, 0), min(stop - offset, piece.shape[1])
+        if low < high:
+            parts.append(piece[:, low:high])
+        offset += piece.shape[1]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _without(shape: torch.Size, axis: int) -> tuple[int, ...]:
+    return tuple(size for index, size in enumerate(shape) if index != axis)
+
+
+def _stored_name(name: str) -> str:
+    if name in _MODEL_NAMES:
+        return _MODEL_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    return f"layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
