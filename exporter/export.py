@@ -72,6 +72,7 @@ def export_bundle(
 
     Raises:
         InputError: a bad dtype, number of positions or output folder.
+        CheckpointError: a weight is not finite, or not in the bundle's dtype.
         CheckFailed: the graph breaks its contract or disagrees with the eager definition; nothing is left behind.
     """
     lookup_dtype(request.dtype)
@@ -80,11 +81,12 @@ def export_bundle(
     max_positions = check_max_positions(request.max_positions, request.config)
     started = time.perf_counter()
     with new_folder(target) as folder:
-        manifest = _write_bundle(request, max_positions, folder, progress, say)
+        manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
         bundle = Bundle(folder, manifest)
         report = {
             "versions": versions("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
             "provenance": request.provenance or {},
+            "flushed_to_zero": flushed,
             "export": {"seconds": round(time.perf_counter() - started, 3), "peak_memory_bytes": peak_memory_bytes()},
         }
         if validated:
@@ -96,14 +98,18 @@ def export_bundle(
     return Bundle(Path(target), manifest)
 
 
-def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> Manifest:
+def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> tuple[Manifest, dict[str, int]]:
+    """Writes all but the report; returns the manifest and how many values of each weight became zero."""
     attention_dtype = request.attention_dtype or request.dtype
     say(f"trace: {request.unit}, {request.dtype}, {max_positions} positions")
     graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype)
     say("write: graph and weights")
-    checksums = write_graph(graph, folder, request.config, request.weights, progress)
+    written = write_graph(graph, folder, request.config, request.weights, progress)
+    if written.flushed:
+        n_flushed = sum(written.flushed.values())
+        say(f"note: {n_flushed:,} values of {len(written.flushed)} weights are too small for {request.dtype} and became zero; see report.json")
     is_model = request.unit.kind == "model"
-    files = {name: file_entry(folder / name, checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
+    files = {name: file_entry(folder / name, written.checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
     for path in request.tokenizer_files if is_model else ():
         shutil.copyfile(path, folder / path.name)
         files[path.name] = file_entry(folder / path.name)
@@ -121,7 +127,7 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
         files=files,
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest
+    return manifest, written.flushed
 
 
 def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> tuple[dict, list[Comparison]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,25 @@ from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.catalogue import ModelConfig
 from exporter.contract import DTYPES, ONNX_TYPES
+from exporter.errors import CheckpointError
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
 SLICE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class WrittenGraph:
+    """What was written.
+
+    Attributes:
+        checksums: SHA-256 of each file.
+        flushed: canonical weight name → how many of its values became zero in the graph's dtype; others are left out.
+    """
+
+    checksums: dict[str, str]
+    flushed: dict[str, int]
 
 
 def write_graph(
@@ -32,15 +47,18 @@ def write_graph(
     config: ModelConfig,
     weights: WeightSource,
     progress: Callable[[int], None] = lambda n_bytes: None,
-) -> dict[str, str]:
-    """Writes model.onnx and model.onnx.data into `folder`; returns the SHA-256 of each file.
+) -> WrittenGraph:
+    """Writes model.onnx and model.onnx.data into `folder`.
 
     Args:
         graph: the assembled graph; its initializers are pointed at the data file.
         weights: where the values come from, by canonical name.
         progress: called with the number of bytes just written.
+
+    Raises:
+        CheckpointError: a weight is inf or NaN, or becomes so in the graph's dtype; names the tensor.
     """
-    digest = hashlib.sha256()
+    digest, flushed = hashlib.sha256(), {}
     initializers = graph.model.graph.initializers
     offset = 0
     with open(folder / DATA_FILE, "wb") as file:
@@ -55,8 +73,11 @@ def write_graph(
             emit(bytes(padding))
             offset += padding
             start = file.tell()
-            for chunk in _chunks(stored, config, weights):
+            for piece in _chunks(stored, config, weights):
+                chunk, n_flushed = _converted(stored, piece)
                 emit(memoryview(chunk.contiguous().view(torch.uint8).numpy()).cast("B"))
+                if n_flushed:
+                    flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
             length = file.tell() - start
             value = initializers[stored.name]
             value.const_value = ir.ExternalTensor(
@@ -65,23 +86,39 @@ def write_graph(
             offset += length
     model = ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
     (folder / GRAPH_FILE).write_bytes(model)
-    return {DATA_FILE: digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}
+    return WrittenGraph({DATA_FILE: digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
 
 
 def _chunks(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Tensor]:
-    """The stored tensor's rows in file order, converted, in pieces of bounded size."""
-    dtype = TORCH_DTYPES[stored.dtype]
+    """The stored tensor's rows in file order, in the source's dtype and in pieces of bounded size."""
     if stored.weight in ROPE_TABLES:
         table = rotation_table(config, stored.shape[0] // 2)
-        yield torch.from_numpy(table[:, :, ROPE_TABLES.index(stored.weight)]).to(dtype)
+        yield torch.from_numpy(table[:, :, ROPE_TABLES.index(stored.weight)])
         return
     if not stored.transposed:
-        yield weights.read(stored.weight).to(dtype)
+        yield weights.read(stored.weight)
         return
     columns, rows = stored.shape  # of the weight [rows, columns]; a slice of its columns is a run of stored rows
     step = max(1, SLICE_BYTES // (rows * 4))
     for start in range(0, columns, step):
-        yield weights.read(stored.weight, slice(start, min(start + step, columns))).to(dtype).T
+        yield weights.read(stored.weight, slice(start, min(start + step, columns))).T
+
+
+def _converted(stored: StoredTensor, piece: Tensor) -> tuple[Tensor, int]:
+    """A piece in the graph's dtype, and how many of its values became zero on the way."""
+    chunk = piece.to(TORCH_DTYPES[stored.dtype])
+    n_lost = int((~chunk.isfinite()).sum())
+    if n_lost:
+        n_bad = int((~piece.isfinite()).sum())
+        if n_bad:
+            raise CheckpointError(f"weight {stored.weight}: {n_bad} of its values are inf or NaN; the checkpoint is damaged, fetch it again")
+        raise CheckpointError(
+            f"weight {stored.weight}: {n_lost} of its values do not fit {stored.dtype}, the largest is {float(piece.abs().max()):.3g}; "
+            "export with --dtype bf16 or fp32"
+        )
+    if chunk.dtype == piece.dtype:
+        return chunk, 0
+    return chunk, int(((chunk == 0) & (piece != 0)).sum())
 
 
 def map_data(folder: Path) -> np.ndarray:

@@ -1,19 +1,13 @@
-"""The bundle folder: what opening refuses, and that writing is whole or not at all, whoever kills it."""
+"""The bundle folder: what opening refuses, and that writing is whole or not at all."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import random
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -25,33 +19,13 @@ from exporter.contract import Unit
 from exporter.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.weights import RandomWeights
+from tests import bundle_folders
+from tests.bundle_folders import contents, identity, in_child
 from tests.checkpoints import write_huggingface
-from tests.conftest import MAX_POSITIONS, ROOT, TINY
+from tests.conftest import MAX_POSITIONS, TINY
 
-IDENTITY_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE)
 NOBODY = 65534
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path in it."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def identity(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in IDENTITY_FILES}
-
-
-@pytest.fixture
-def bundle(tiny_bundle, tmp_path) -> Path:
-    """A copy of the tiny block's bundle, free to be damaged."""
-    return Path(shutil.copytree(tiny_bundle("block").folder, tmp_path / "bundle"))
-
-
-@pytest.fixture
-def component(tiny_bundle, tmp_path) -> Path:
-    """A copy of another bundle, to tell the old from the new."""
-    return Path(shutil.copytree(tiny_bundle("component:rms_norm").folder, tmp_path / "component"))
-
+bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 
 # --- opening -----------------------------------------------------------------------------------------------------------
 
@@ -297,11 +271,6 @@ def test_a_target_that_links_to_a_bundle_replaces_what_it_links_to(bundle, compo
 # --- what fails leaves nothing -----------------------------------------------------------------------------------------
 
 
-def fill(target: Path, source: Path) -> None:
-    with new_folder(target) as folder:
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_error_in_the_body_leaves_the_old_bundle_and_no_leftovers(bundle, error):
     before = contents(bundle.parent)
@@ -338,17 +307,6 @@ def test_a_parent_that_is_a_file_is_refused(tmp_path):
         pass
 
 
-def in_child(body) -> int:
-    """Runs `body` in a forked child; returns its exit code: what it returned, 99 where it raised, or minus the signal's number."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(body())
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def test_a_parent_that_cannot_be_written_is_refused():
     with tempfile.TemporaryDirectory() as parent:
         os.chmod(parent, 0o555)
@@ -381,102 +339,6 @@ def test_a_report_that_cannot_be_written_is_refused_by_name(tiny_bundle):
                 return 0 if parent in str(error) else 2
 
         assert in_child(body) == 0
-
-
-# --- killed runs -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["bundle", "a [1]*"])
-def test_leftovers_of_a_killed_run_are_removed_and_those_of_others_are_not(tmp_path, component, name):
-    for folder in (f".{name}.partial-x", ".other.partial-x", f"{name}.partial-x"):
-        (tmp_path / folder).mkdir()
-    fill(tmp_path / name, component)
-    assert {path.name for path in tmp_path.iterdir()} == {name, "component", ".other.partial-x", f"{name}.partial-x"}
-
-
-def test_the_folder_of_a_run_that_lives_is_not_removed(tmp_path, component):
-    living = tmp_path / ".bundle.partial-x"
-    living.mkdir()
-    hold = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", hold, living], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"held\n"
-        fill(tmp_path / "bundle", component)
-        assert living.is_dir()
-        holder.stdin.close()
-    fill(tmp_path / "bundle", component)  # the holder is dead
-    assert not living.exists()
-
-
-def test_two_runs_at_once_both_end_well_and_the_later_one_wins(tmp_path, component, bundle):
-    with new_folder(tmp_path / "target") as slow:
-        fill(tmp_path / "target", component)
-        shutil.copytree(bundle, slow, dirs_exist_ok=True)
-    assert identity(tmp_path / "target") == identity(bundle)
-    assert {path.name for path in tmp_path.iterdir()} == {"target", "component", "bundle"}
-
-
-KILL_POINTS = {
-    "before its lock is held": (fcntl, "flock"),
-    "before it is put in place": (exporter.bundle, "_put_in_place"),
-    "after it was put in place": (shutil, "rmtree"),
-}
-
-
-@pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_run_killed_at_a_known_point_leaves_a_good_bundle_and_no_lasting_leftovers(tmp_path, bundle, component, point):
-    target = Path(shutil.copytree(component, tmp_path / "target"))
-
-    def body() -> int:
-        setattr(*KILL_POINTS[point], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-        fill(target, bundle)
-        return 0
-
-    assert in_child(body) == -signal.SIGKILL
-    Bundle.open(target, verify="full")
-    assert identity(target) == identity(bundle if point == "after it was put in place" else component)
-    fill(target, bundle)
-    assert {path.name for path in tmp_path.iterdir()} == {"target", "component", "bundle"}
-
-
-def test_a_run_killed_at_any_time_leaves_the_old_or_the_new_bundle(tmp_path, bundle, component):
-    target = Path(shutil.copytree(component, tmp_path / "target"))
-    delays = random.Random(0)
-    for _ in range(12):
-        child = os.fork()
-        if child == 0:
-            try:
-                while True:
-                    fill(target, bundle)
-                    fill(target, component)
-            finally:
-                os._exit(99)
-        time.sleep(delays.uniform(0.001, 0.06))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL  # it was alive and well
-        Bundle.open(target, verify="full")
-        assert identity(target) in (identity(bundle), identity(component))
-
-
-@pytest.mark.parametrize("with_old", [False, True], ids=["first export", "over an old bundle"])
-def test_a_killed_export_leaves_no_bundle_or_the_old_or_a_whole_one(tmp_path, component, with_old):
-    checkpoint = write_huggingface(tmp_path / "checkpoint", TINY)
-    target = tmp_path / "out" / "bundle"
-    target.parent.mkdir()
-    if with_old:
-        shutil.copytree(component, target)
-    command = [sys.executable, "-m", "exporter", "export", "--checkpoint", checkpoint, "--unit", "component:swiglu_mlp", "-o", target]
-    delays = random.Random(with_old)
-    for _ in range(2):
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and not list(target.parent.glob(".bundle.partial-*")):
-                time.sleep(0.005)
-            time.sleep(delays.uniform(0, 0.8))
-            process.kill()
-        if with_old or target.exists():
-            whole = Bundle.open(target, verify="full")
-            assert str(whole.manifest.unit) == "component:swiglu_mlp" or contents(target) == contents(component)
-    fill(target, component)
-    assert [path.name for path in target.parent.iterdir()] == ["bundle"]
 
 
 # --- no network --------------------------------------------------------------------------------------------------------
