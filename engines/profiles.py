@@ -86,7 +86,7 @@ def parse_shapes(text: str) -> dict[str, Shape]:
     """
     shapes: dict[str, Shape] = {}
     for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
-        match = re.fullmatch(r"\s*([\w./-]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
+        match = re.fullmatch(r"\s*([^\s\[\];,]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
         if match is None:
             raise InputError(f"shapes: got {entry!r}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
         if match[1] in shapes:

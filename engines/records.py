@@ -15,6 +15,7 @@ from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json, write_atom
 from exporter.errors import BundleError
 
 FORMAT_VERSION = 1
+BUILD_OPTIONS = ("version_compatible",)  # what deciding about an engine needs of its options
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,34 @@ def read_records(folder: Path) -> list[EngineRecord]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format_version"] != FORMAT_VERSION:
             raise BundleError(f"{path}: got format_version {data['format_version']!r}, expected {FORMAT_VERSION}; build again")
-        return [EngineRecord(**record) for record in data["engines"]]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        return [_typed(EngineRecord(**record)) for record in data["engines"]]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         if isinstance(error, BundleError):
             raise
         raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
+
+
+def _typed(record: EngineRecord) -> EngineRecord:
+    """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
+    kinds = {
+        str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
+        dict: ("dtypes", "lineage", "options"),
+        list: ("profiles",),
+        (int, float): ("size_bytes", "build_seconds", "peak_memory_bytes"),
+        (str, type(None)): ("compute_capability",),
+        (int, type(None)): ("cache_capacity",),
+    }
+    for kind, names in kinds.items():
+        for name in names:
+            if not isinstance(getattr(record, name), kind) or isinstance(getattr(record, name), bool):
+                raise TypeError(f"{name} is {type(getattr(record, name)).__name__}")
+    if Path(record.file).name != record.file or Path(record.graph_file).name != record.graph_file:
+        raise TypeError("it names a file outside of its folder")
+    if set(BUILD_OPTIONS) - set(record.options):
+        raise TypeError(f"options miss {sorted(set(BUILD_OPTIONS) - set(record.options))}")
+    for profile in record.profiles:
+        profile["name"], {name: (r["min"], r["opt"], r["max"]) for name, r in profile["ranges"].items()}
+    return record
 
 
 def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.catalogue import ModelConfig
-from exporter.contract import DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
+from exporter.contract import COMPONENTS, DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
 from exporter.errors import BundleError, InputError
 
 FORMAT_VERSION = 1
@@ -110,7 +110,7 @@ class Manifest:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"{subject}: not JSON ({error}); export the bundle again") from None
         if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
             version = data.get("format_version") if isinstance(data, dict) else None
@@ -133,24 +133,32 @@ class Manifest:
                 ),
                 files={name: {"size_bytes": int(entry["size_bytes"]), "sha256": str(entry["sha256"])} for name, entry in data["files"].items()},
             )
-            expected = graph_contract(manifest.config, manifest.unit, manifest.dtype) if manifest.dtype in DTYPES else None
-        except (InputError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BundleError(f"{subject}: malformed ({error}); export the bundle again") from None
-        if manifest.contract != expected:
-            raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
-        problem = _first_problem(manifest)
+            problem = _first_problem(manifest, data["opset"])
+        except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise BundleError(f"{subject}: malformed ({str(error)[:300]}); export the bundle again") from None
         if problem:
-            raise BundleError(f"{subject}: {problem}; export the bundle again")
+            raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
+        if manifest.contract != graph_contract(manifest.config, manifest.unit, manifest.dtype):
+            raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
         if any(name not in OWN_FILES for name in manifest.files) or not {GRAPH_FILE, DATA_FILE} <= set(manifest.files):
             raise BundleError(f"{subject}: got files {sorted(manifest.files)}, expected {GRAPH_FILE}, {DATA_FILE} and tokenizer files only")
         return manifest
 
 
-def _first_problem(manifest: Manifest) -> str | None:
-    """What is wrong with a manifest's values, if anything."""
+def _first_problem(manifest: Manifest, opset: object) -> str | None:
+    """What is wrong with a manifest's values, if anything; looked at before anything is computed from them."""
     unit, weights = manifest.unit, manifest.weights
+    if opset != OPSET:
+        return f"got opset {opset!r}, expected {OPSET}"
+    if manifest.dtype not in DTYPES:
+        return f"got dtype {manifest.dtype!r}, expected one of {', '.join(DTYPES)}"
     if unit.kind not in UNIT_KINDS or unit.logits not in LOGITS:
         return f"got unit {unit.kind!r} with logits {unit.logits!r}"
+    if unit.component not in (COMPONENTS if unit.kind == "component" else (None,)):
+        return f"got component {unit.component!r} for unit {unit.kind}"
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (unit.first_layer, unit.n_layers))
+    if not whole or not 0 <= unit.first_layer < unit.first_layer + unit.n_layers <= manifest.config.n_layers:
+        return f"got layers {unit.first_layer!r} and {unit.n_layers!r} on, expected some of the model's {manifest.config.n_layers}"
     if manifest.attention_dtype not in (manifest.dtype, "fp32"):
         return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
     if not isinstance(manifest.max_positions, int) or not 1 <= manifest.max_positions <= manifest.config.context_length:
@@ -222,7 +230,7 @@ class Bundle:
         path = self.folder / REPORT_FILE
         try:
             return json.loads(_read_text(path)) if path.is_file() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
 
     def write_report(self, report: dict) -> None:
@@ -363,12 +371,12 @@ def _owned_files(folder: Path) -> set[str]:
     """Names in a folder that a bundle there put into it: by its manifest and its engine records."""
     try:
         files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     try:
         records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
         files |= {record[key] for record in records for key in ("file", "graph_file")}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     return files | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
 

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from dataclasses import dataclass
 
 from exporter.errors import InputError
 
+LARGEST_COUNT = 2**31 - 1  # sizes beyond it are mistakes, and overflow what tensors can index
+
+
+def _short(value: object) -> str:
+    """A value for a message; what a hostile file holds may be very long."""
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
+    return text if len(text) <= 80 else text[:80] + "…"
+
 
 def _check_count(subject: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{subject}: got {value!r}, expected a whole number of at least 1")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
+        raise InputError(f"{subject}: got {_short(value)}, expected a whole number from 1 to {LARGEST_COUNT:,}")
 
 
 def _check_number(subject: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise InputError(f"{subject}: got {value!r}, expected a finite number above 0")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise InputError(f"{subject}: got {_short(value)}, expected a finite number above 0")
 
 
 @dataclass(frozen=True)

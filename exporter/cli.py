@@ -24,11 +24,15 @@ def say(line: str) -> None:
 
 
 def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
-    """Parses the arguments, runs the command, and turns the project's own errors into one line and an exit code."""
+    """Parses the arguments, runs the command, and turns the project's own errors, and files that cannot be read or written,
+    into one line and an exit code."""
     try:
         return main(parser.parse_args(arguments)) or EXIT_GOOD
     except InputError as error:
         say(f"error: {error}")
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        say(f"error: {error.filename or 'a file'}: {error.strerror or error}")
         return EXIT_BAD_INPUT
     except (CheckFailed, NumericalError) as error:
         say(f"failed: {error}")

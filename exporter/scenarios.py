@@ -53,17 +53,18 @@ class Scenario:
 def cache_scenarios(max_positions: int) -> list[Scenario]:
     """The scenarios of block, stack and model, fitted to the positions the graph was exported for.
 
-    Raises nothing; a graph of fewer than 8 positions gets the single-token scenario only.
+    A graph of fewer than 8 positions gets those that fit: a prefill of all but one token, and single tokens.
     """
     capacity = min(32, max_positions)
     if capacity < 8:
-        return [Scenario("empty cache", capacity, ((1,),))]
+        filled = Scenario("near capacity", capacity, ((capacity - 1, capacity - 1), (1, 1)))
+        return [Scenario("decode", capacity, ((1,),) * capacity), *([filled] if capacity > 1 else [])]
     return [
         Scenario("empty cache", capacity, ((1,),)),
         Scenario("prefill", capacity, ((7, 7),)),
         Scenario("decode", capacity, ((5, 5), (1, 1), (1, 1), (1, 1))),
         Scenario("chunked prefill", capacity, ((3,), (4,), (1,))),
-        Scenario("ragged batch", capacity, ((1, 4, 6), (1, 1, 1), (2, 1, 1))),
+        Scenario("ragged batch", capacity, ((1, 4, 5), (1, 1, 1), (2, 1, 1))),
         Scenario("left-padded mask", capacity, ((6, 6, 6), (1, 1, 1)), left_pad=(0, 2, 5)),
         Scenario("shifted positions", capacity, ((4,), (1,)), shift=max_positions),
         Scenario("near capacity", capacity, ((capacity - 2,), (1,), (1,))),

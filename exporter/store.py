@@ -75,7 +75,7 @@ def write_graph(
             start = file.tell()
             for piece in _chunks(stored, config, weights):
                 chunk, n_flushed = _converted(stored, piece)
-                emit(memoryview(chunk.contiguous().view(torch.uint8).numpy()).cast("B"))
+                emit(memoryview(chunk.contiguous().reshape(-1).view(torch.uint8).numpy()))
                 if n_flushed:
                     flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
             length = file.tell() - start

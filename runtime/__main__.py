@@ -20,7 +20,7 @@ from runtime.backends import BACKENDS
 from runtime.generation import Generation
 from runtime.sampling import Sampler
 from runtime.session import DecodeSession
-from runtime.text import TextStream, open_tokenizer
+from runtime.text import TextStream, encode, open_tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,7 +125,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     _, tokenizer = _open_text_bundle(arguments.bundle)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with _open(arguments, max_batch=1) as session:
-        generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, sampler)
+        generation = Generation(session, encode(tokenizer, arguments.prompt), arguments.max_new_tokens, sampler)
         stream, count, started = TextStream(tokenizer), 0, time.perf_counter()
         for token in generation:
             count += 1
@@ -146,7 +146,7 @@ def _report(arguments: argparse.Namespace) -> None:
     bundle, tokenizer = _open_text_bundle(arguments.bundle)
     manifest, validation = bundle.manifest, bundle.read_report().get("validation")
     with _open(arguments, max_batch=1) as session:
-        generation = Generation(session, tokenizer.encode(arguments.prompt).ids, arguments.max_new_tokens, Sampler())
+        generation = Generation(session, encode(tokenizer, arguments.prompt), arguments.max_new_tokens, Sampler())
         started = time.perf_counter()
         text = tokenizer.decode(list(generation))
         seconds = time.perf_counter() - started

@@ -9,10 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.dlpack import DeviceTensor
 from exporter.bundle import Manifest
 from exporter.contract import numpy_dtype
 from exporter.errors import InputError
+
+
+def as_array(x: object, subject: str) -> np.ndarray:
+    """What a caller gave as a host array.
+
+    Raises:
+        InputError: it is no rectangular array.
+    """
+    try:
+        return np.asarray(x)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths") from None
 
 
 class InputChecker:
@@ -33,7 +44,6 @@ class InputChecker:
         Raises:
             InputError: says what was got and expected.
         """
-        x = x if isinstance(x, DeviceTensor) else np.asarray(x)
         if not self._fits(x, n_axes=2):
             what = "tokens" if self.takes_tokens else "hidden states"
             expected = "integers [B, T] (decode: [B])" if self.takes_tokens else f"{self._dtype_name} [B, T, {self._hidden_size}]"
@@ -56,7 +66,7 @@ class InputChecker:
         """
         if lengths is None:
             return [width] * batch
-        lengths = np.asarray(lengths)
+        lengths = as_array(lengths, "lengths")
         if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
             raise InputError(f"lengths: got {lengths.dtype} {list(lengths.shape)}, expected integers [{batch}], one for each row")
         if lengths.min() < 1 or lengths.max() > width:
@@ -69,7 +79,6 @@ class InputChecker:
         Raises:
             InputError: names the sequence, what was got and expected.
         """
-        x = x if isinstance(x, DeviceTensor) else np.asarray(x)
         if not self._fits(x, n_axes=1) or 0 in x.shape:
             expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
             raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}, at least one token")

@@ -44,8 +44,9 @@ class Sampler:
         if self.temperature == 0:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")[: self.top_k]
-        scaled = logits[order].astype(np.float64) / self.temperature
-        probabilities = np.exp(scaled - scaled.max())
+        below_best = logits[order].astype(np.float64) - float(logits[order[0]])
+        with np.errstate(over="ignore"):  # a tiny temperature takes everything but the best to -inf
+            probabilities = np.exp(below_best / self.temperature)
         probabilities /= probabilities.sum()
         if self.top_p is not None:
             kept = int(np.searchsorted(np.cumsum(probabilities), self.top_p)) + 1

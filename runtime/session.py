@@ -14,12 +14,13 @@ import numpy as np
 
 from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
 from exporter.bundle import Bundle
+from exporter.catalogue import LARGEST_COUNT
 from exporter.contract import SEQUENCE, numpy_dtype
 from exporter.errors import InputError, NumericalError
 from exporter.feeds import step_feeds
 from exporter.steppers.protocol import OnDevice, Stepper
 from runtime.backends import open_stepper
-from runtime.inputs import InputChecker
+from runtime.inputs import InputChecker, as_array
 from runtime.memory import plan_memory
 from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
 from runtime.slots import SlotTable
@@ -103,7 +104,7 @@ class DecodeSession:
         manifest = opened.manifest
         if not manifest.unit.has_cache:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
-        if not isinstance(max_batch, int) or max_batch < 1:
+        if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
         return cls(opened, stepper, max_batch, capacity)
@@ -175,7 +176,7 @@ class DecodeSession:
     def _taken(self, x: Any) -> np.ndarray | DeviceTensor:
         """The caller's input: a host array, or hidden states that stay on the device. Tokens are checked on the host."""
         if not is_device_tensor(x):
-            return np.asarray(x)
+            return as_array(x, "input")
         if not isinstance(self._stepper, OnDevice):
             raise InputError(f"device tensors: got one for the {self.backend} backend, expected numpy arrays; open it with backend='tensorrt'")
         tensor = self._stepper.import_tensor(x)

@@ -69,7 +69,7 @@ class SlotTable:
         Raises:
             InputError: it is not active.
         """
-        if slot not in self._lengths:
+        if not isinstance(slot, int) or slot not in self._lengths:
             raise InputError(f"slot: got {slot!r}, expected one of the active slots {sorted(self._lengths)}")
         return self._rows.index(slot)
 
