@@ -161,6 +161,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if "validation" in report:
         section = report["validation"]
         cli.say(f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['max_allowed']:.0e}, through {section['through']}")
+        _say_control(section)
     else:
         cli.say("not validated, as asked")
     size = sum(entry["size_bytes"] for entry in bundle.manifest.files.values())
@@ -225,9 +226,17 @@ def _validate(arguments: argparse.Namespace) -> int:
             table.add_row(c.scenario, c.tensor, shapes, f"{c.max_error:.2e}", "PASSED" if c.passed else "FAILED")
         cli.stderr.print(table)
         cli.say(f"allowed at most {section['max_allowed']:.0e} of rms: {section['tolerance']['reason']}; through {section['through']}")
-        if section["control"]:
-            cli.say(f"judged by the control too, {section['control']}: these weights make the scenarios ill-conditioned")
+        _say_control(section)
     return cli.EXIT_GOOD if section["passed"] else cli.EXIT_CHECK_FAILED
+
+
+def _say_control(section: dict) -> None:
+    """Says why more was allowed than the ledger's fixed tolerance, where that is so."""
+    if section["control"]:
+        cli.say(
+            f"these weights make some scenarios ill-conditioned: allowed is what {section['control']} strays by, "
+            f"where that is more than {section['tolerance']['allowed']:.0e}"
+        )
 
 
 def _verify(arguments: argparse.Namespace) -> None:
@@ -236,7 +245,8 @@ def _verify(arguments: argparse.Namespace) -> None:
 
     bundle = Bundle.open(arguments.bundle, verify="full")
     check_graph(bundle.graph_path, bundle.manifest.contract)
-    cli.say(f"{bundle.folder}: {len(bundle.manifest.files)} files match their checksums, the graph keeps its contract")
+    checked = [*bundle.manifest.files, *bundle.check_engines()]
+    cli.say(f"{bundle.folder}: {', '.join(checked)} match their checksums, the graph keeps its contract")
 
 
 def main(arguments: list[str] | None = None) -> int:

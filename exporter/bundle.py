@@ -212,6 +212,26 @@ class Bundle:
             if name in checksums and sha256_of(path) != entry["sha256"]:
                 raise BundleError(f"bundle {self.folder}: {name} has another SHA-256 than the manifest says; it was changed; export again")
 
+    def check_engines(self) -> list[str]:
+        """Checks the files that engines.json lists against their checksums; returns their names.
+
+        Raises:
+            BundleError: engines.json is damaged, or an engine is missing or not the one that was built.
+        """
+        path = self.folder / ENGINES_FILE
+        if not path.is_file():
+            return []
+        try:
+            records = [(str(record["file"]), record["sha256"]) for record in json.loads(_read_text(path))["engines"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
+        for name, checksum in records:
+            if Path(name).name != name or not (self.folder / name).is_file():
+                raise BundleError(f"bundle {self.folder}: engine {name} is missing; build again")
+            if sha256_of(self.folder / name) != checksum:
+                raise BundleError(f"bundle {self.folder}: engine {name} has another SHA-256 than when it was built; build again")
+        return [name for name, _ in records]
+
     @property
     def graph_path(self) -> Path:
         return self.folder / GRAPH_FILE

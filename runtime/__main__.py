@@ -78,6 +78,12 @@ def _decode(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name) < 1:
             raise InputError(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}, expected at least 1")
     with _open(arguments, arguments.batch) as session:
+        needed = arguments.prompt_len + arguments.steps
+        if needed > session.cache_capacity:
+            raise InputError(
+                f"decode: --prompt-len {arguments.prompt_len} and --steps {arguments.steps} need {needed} tokens of cache, a sequence has "
+                f"{session.cache_capacity}; lower them or give --cache-capacity {needed}"
+            )
         result = _time_steps(session, arguments.batch, arguments.prompt_len, arguments.steps)
     if arguments.format == "json":
         cli.print_json(result)

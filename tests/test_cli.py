@@ -393,3 +393,8 @@ def test_another_process_under_another_hash_seed_exports_the_same_bytes(bundles,
     assert result.returncode == 0, result.stderr
     for name in (GRAPH_FILE, DATA_FILE, MANIFEST_FILE):
         assert (target / name).read_bytes() == (bundles("block", "fp32") / name).read_bytes(), name
+
+
+def test_decode_refuses_more_steps_than_the_cache_holds_before_it_starts(tiny_bundle, capsys):
+    assert runtime(["decode", str(tiny_bundle("block").folder), "--prompt-len", "16", "--steps", "100"]) == 2
+    assert "need 116 tokens of cache, a sequence has 64; lower them or give --cache-capacity 116" in capsys.readouterr().err

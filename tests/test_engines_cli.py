@@ -344,3 +344,21 @@ def test_a_body_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(InputError, match="No space left"), temporary_file(tmp_path, "x.engine"):
         raise OSError(28, os.strerror(28))
     assert names(tmp_path) == []
+
+
+def test_verify_finds_a_changed_byte_of_an_engine(tiny_bundle, tmp_path, capsys):
+    import exporter.__main__
+    from engines.backend import choose_backend
+    from engines.build import BuildRequest, build_bundle
+    from exporter.bundle import Bundle
+
+    folder = tmp_path / "bundle"
+    shutil.copytree(tiny_bundle("block", "fp16").folder, folder)
+    record = build_bundle(Bundle.open(folder), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))
+    assert exporter.__main__.main(["verify", str(folder)]) == 0
+    assert record.file in capsys.readouterr().err
+    content = bytearray((folder / record.file).read_bytes())
+    content[5000] ^= 1
+    (folder / record.file).write_bytes(content)
+    assert exporter.__main__.main(["verify", str(folder)]) == 2
+    assert f"engine {record.file} has another SHA-256" in capsys.readouterr().err
