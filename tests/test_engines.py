@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
@@ -34,9 +33,9 @@ def rtx():
     return choose_backend("tensorrt-rtx")
 
 
-def linked(bundle: Bundle, folder: Path) -> Bundle:
-    """A copy of a bundle that shares its large files, to build into."""
-    shutil.copytree(bundle.folder, folder, copy_function=os.link)
+def copied(bundle: Bundle, folder: Path) -> Bundle:
+    """A copy of a bundle to build into; not of hard links, which onnx's checker takes for an attack."""
+    shutil.copytree(bundle.folder, folder)
     return Bundle.open(folder)
 
 
@@ -62,7 +61,7 @@ def compile_bundle(bundle: Bundle, rtx, request: BuildRequest):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_every_component_compiles(tiny_bundle, tmp_path, rtx, component, dtype):
-    bundle = linked(tiny_bundle(f"component:{component}", dtype), tmp_path / "bundle")
+    bundle = copied(tiny_bundle(f"component:{component}", dtype), tmp_path / "bundle")
     record = compile_bundle(bundle, rtx, BuildRequest(max_batch=2, max_seq_len=8))
     assert record.cache_capacity is None and record.graph_file == "model.onnx"
 
@@ -70,7 +69,7 @@ def test_every_component_compiles(tiny_bundle, tmp_path, rtx, component, dtype):
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize(("unit", "layers"), [("block", None), ("stack", "2"), ("model", "2")])
 def test_block_stack_and_model_compile(tiny_bundle, tmp_path, rtx, unit, layers, dtype):
-    bundle = linked(tiny_bundle(unit, dtype, layers), tmp_path / "bundle")
+    bundle = copied(tiny_bundle(unit, dtype, layers), tmp_path / "bundle")
     record = compile_bundle(bundle, rtx, SMALL)
     assert [profile["name"] for profile in record.profiles] == ["decode", "prefill"]
     assert record.profiles[0]["ranges"]["position_ids"] == {"min": [1, 1], "opt": [2, 1], "max": [2, 1]}
@@ -91,7 +90,7 @@ def test_attention_in_float32_between_casts_compiles_too(tmp_path, rtx, dtype):
 
 
 def test_the_whole_real_model_compiles(smollm2_bundle, tmp_path, rtx):
-    bundle = linked(smollm2_bundle("fp16"), tmp_path / "bundle")
+    bundle = copied(smollm2_bundle("fp16"), tmp_path / "bundle")
     record = compile_bundle(bundle, rtx, BuildRequest(max_batch=2, max_seq_len=64, cache_capacity=512))
     assert 0.9 < record.size_bytes / bundle.manifest.files["model.onnx.data"]["size_bytes"] < 1.5  # half precision, not float32
 
@@ -207,7 +206,7 @@ def test_wrong_head_counts_are_refused(tiny_bundle, rtx):
 
 
 def test_a_capacity_left_dynamic_is_refused(tiny_bundle, tmp_path, rtx):
-    bundle = linked(tiny_bundle("block", "fp16"), tmp_path / "bundle")
+    bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     model = onnx.load(bundle.graph_path, load_external_data=False)
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
@@ -255,7 +254,7 @@ def test_an_unknown_layer_is_noted(tiny_bundle, rtx):
 
 
 def test_missing_truncated_or_foreign_external_data_is_refused(tiny_bundle, tmp_path, rtx):
-    bundle = linked(tiny_bundle("block", "fp16"), tmp_path / "bundle")
+    bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     data = bundle.folder / "model.onnx.data"
     content = data.read_bytes()
     data.unlink()
@@ -308,7 +307,7 @@ def test_a_profile_that_reads_beyond_the_cache_is_refused(tiny_bundle, rtx):
 def test_a_build_that_fails_leaves_nothing(tiny_bundle, tmp_path, rtx):
     from engines.options import BuildOptions
 
-    bundle = linked(tiny_bundle("block", "fp16"), tmp_path / "bundle")
+    bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     before = sorted(path.name for path in bundle.folder.iterdir())
     with pytest.raises(CheckFailed, match="workspace"):
         build_bundle(bundle, rtx, dataclasses.replace(SMALL, options=BuildOptions(workspace_mib=1), max_seq_len=32))
@@ -316,7 +315,7 @@ def test_a_build_that_fails_leaves_nothing(tiny_bundle, tmp_path, rtx):
 
 
 def test_an_old_engine_is_refused_under_changed_weights_and_by_other_backends(tiny_bundle, tmp_path, rtx):
-    bundle = linked(tiny_bundle("block", "fp16"), tmp_path / "bundle")
+    bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     record = build_bundle(bundle, rtx, SMALL)
     check_lineage(bundle, record)
     request = ExportRequest(TINY, Unit.parse("block", TINY), RandomWeights(TINY, 1), "fp16", 64)

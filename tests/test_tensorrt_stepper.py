@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 
 import numpy as np
@@ -29,7 +28,7 @@ def engine(tiny_bundle, tmp_path):
     def make(unit="model", dtype="fp32", cuda_graphs=True, **limits) -> tuple[Bundle, TensorRTStepper, CudaDouble]:
         folder = tmp_path / f"{unit}-{dtype}"
         if not folder.exists():
-            shutil.copytree(tiny_bundle(unit, dtype).folder, folder, copy_function=os.link)
+            shutil.copytree(tiny_bundle(unit, dtype).folder, folder)
             (folder / "model.engine").write_bytes(ENGINE)
         bundle, cuda = Bundle.open(folder), CudaDouble()
         record = engine_record(bundle, **{"capacity": CAPACITY} | limits)
