@@ -87,6 +87,7 @@ class _Assembly:
         self.outputs = dict(zip(names, results, strict=True))
 
     def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool) -> None:
+        """Adds a block, stack or model: prologue, embedding where there is one, every block, epilogue."""
         step = self.values
         cos, sin, visible, total, real = self._prologue(config, max_positions)
         if unit.kind == "model":
@@ -180,6 +181,7 @@ class _Assembly:
         return self.initializers[name]
 
     def finish(self) -> AssembledGraph:
+        """Names the outputs as the contract has them and closes the graph; nothing can be added afterwards."""
         ordered = []
         for spec in self.contract.outputs:
             value = self.outputs[spec.name]
