@@ -11,6 +11,7 @@ Shape letters: B batch, T new tokens, L total length read, C cache capacity, H q
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,14 @@ from torch import Tensor, nn
 from exporter.catalogue import ModelConfig
 from exporter.contract import Unit
 from exporter.rope import rotation_table
+
+See = Callable[[str, Tensor], Tensor]
+
+
+def unseen(name: str, x: Tensor) -> Tensor:
+    """The default observer of named values. Another one may record them, or put others in their place: what it returns is
+    used from there on. The names are those of the graph's values, e.g. `blocks.3.mlp.gate_proj`."""
+    return x
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -62,12 +71,14 @@ class PrepareQKV(nn.Module):
         self.k_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
         self.v_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
 
-    def forward(self, x: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return rotate(queries, R), rotate(keys, R), values
+    def forward(self, x: Tensor, R: Tensor, see: See = unseen) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = (self.heads(letter, x, see) for letter in "qkv")
+        return see("attention.rope_q", rotate(queries, R)), see("attention.rope_k", rotate(keys, R)), values
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def heads(self, letter: str, x: Tensor, see: See) -> Tensor:
+        projected = see(f"attention.{letter}_proj", self.get_submodule(f"{letter}_proj")(x))
+        split = see(f"attention.reshape_{letter}", projected.unflatten(-1, (-1, self.head_dim)))
+        return see(f"attention.{letter}_heads", split.transpose(1, 2))
 
 
 def update_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> None:
@@ -104,12 +115,13 @@ class Attention(nn.Module):
         super().__init__()
         self.n_rep = config.n_rep
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, see: See = unseen) -> Tensor:
         keys, values = (repeat_kv(x.transpose(1, 2), self.n_rep).transpose(1, 2) for x in (keys, values))
         scores = at_least_float32(queries) @ at_least_float32(keys).transpose(-2, -1) / math.sqrt(queries.shape[-1])
+        scores = see("attention.scores", scores)
         weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
         weights = weights.masked_fill(~mask, 0.0)  # a row that sees nothing is 0/0 above
-        return weights.to(values.dtype) @ values
+        return see("attention.heads", weights.to(values.dtype) @ values)
 
 
 class MergeProject(nn.Module):
@@ -119,8 +131,9 @@ class MergeProject(nn.Module):
         super().__init__()
         self.o_proj = linear(config.n_heads * config.head_dim, config.hidden_size)
 
-    def forward(self, heads: Tensor) -> Tensor:
-        return self.o_proj(heads.transpose(1, 2).flatten(2))
+    def forward(self, heads: Tensor, see: See = unseen) -> Tensor:
+        merged = see("attention.merged", heads.transpose(1, 2).flatten(2))
+        return see("attention.o_proj", self.o_proj(merged))
 
 
 class SwiGLU(nn.Module):
@@ -132,8 +145,10 @@ class SwiGLU(nn.Module):
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, see: See = unseen) -> Tensor:
+        gate = see("mlp.silu", F.silu(see("mlp.gate_proj", self.gate_proj(x))))
+        product = see("mlp.product", gate * see("mlp.up_proj", self.up_proj(x)))
+        return see("mlp.down_proj", self.down_proj(product))
 
 
 class Block(nn.Module):
@@ -148,14 +163,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.swiglu_mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, R: Tensor, past: tuple[Tensor, Tensor], write_indices: Tensor, visible: Tensor) -> Tensor:
+    def forward(self, x: Tensor, R: Tensor, past: tuple[Tensor, Tensor], write_indices: Tensor, visible: Tensor, see: See = unseen) -> Tensor:
         """x [B, T, E], R [B, T, D/2, 2], past key and value [B, K, C, D], visible [B, 1, T, L] → [B, T, E]."""
-        queries, keys, values = self.prepare_qkv(self.attention_norm(x), R)
+        queries, keys, values = self.prepare_qkv(see("attention_norm", self.attention_norm(x)), R, see)
         for cache, new in zip(past, (keys, values), strict=True):
             update_cache(cache, new, write_indices)
-        keys, values = (cache[:, :, : visible.shape[-1]] for cache in past)
-        h = x + self.merge_project(self.attention(queries, keys, values, visible))
-        return h + self.swiglu_mlp(self.ffn_norm(h))
+        keys, values = (see(f"attention.{name}", cache[:, :, : visible.shape[-1]]) for name, cache in zip(("keys", "values"), past, strict=True))
+        heads = self.attention(queries, keys, values, visible, see)
+        h = see("attention.residual", x + self.merge_project(heads, see))
+        return see("mlp.residual", h + self.swiglu_mlp(see("ffn_norm", self.ffn_norm(h)), see))
 
 
 def cache_rows(write_indices: Tensor, sequence_length: int) -> Tensor:
@@ -195,23 +211,30 @@ class Decoder(nn.Module):
             if config.tie_word_embeddings:
                 self.lm_head.weight = self.embedding.weight
 
-    def forward(self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attention_mask: Tensor, *past: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attention_mask: Tensor, *past: Tensor, see: See = unseen
+    ) -> Tensor:
         """One step. `past` holds key and value of each layer, [B, K, C, D] each, updated in place.
 
         x is int64 [B, T] token ids for a model, else hidden states [B, T, E]. Returns hidden states [B, T, E] with padded
         tokens zeroed, or float32 logits: [B, V] of each row's last real token, [B, T, V] with logits "all".
         """
         rows = cache_rows(write_indices, position_ids.shape[1])
-        real = real_tokens(attention_mask, rows)
-        visible = visibility(attention_mask, rows, real)
-        h = self.embedding(x) if self.unit.kind == "model" else x
+        real = see("attention_mask.real", real_tokens(attention_mask, rows))
+        visible = see("attention_mask.visible", visibility(attention_mask, rows, real))
+        R = torch.stack([see(f"rope.{part}", self.rotation[position_ids][..., i]) for i, part in enumerate(("cos", "sin"))], dim=-1)
+        h = see("embedding", self.embedding(x)) if self.unit.kind == "model" else x
         for layer, block in enumerate(self.blocks):
-            h = block(h, self.rotation[position_ids], past[2 * layer : 2 * layer + 2], write_indices, visible)
+            h = block(h, R, past[2 * layer : 2 * layer + 2], write_indices, visible, _prefixed(f"blocks.{layer}.", see))
         if self.unit.kind != "model":
             return h.masked_fill(~real[:, :, None], 0.0)
         if self.unit.logits == "last":
-            h = h[torch.arange(len(h)), last_token(attention_mask, write_indices)]
-        return at_least_float32(self.lm_head(self.norm(h)))
+            h = see("last_token", h[torch.arange(len(h)), last_token(attention_mask, write_indices)])
+        return at_least_float32(see("lm_head", self.lm_head(see("norm", self.norm(h)))))
+
+
+def _prefixed(prefix: str, see: See) -> See:
+    return lambda name, x: see(prefix + name, x)
 
 
 def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exporter.block import See, unseen
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import Unit, graph_contract, numpy_dtype
@@ -60,11 +61,12 @@ class EagerStepper(Stepper):
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
+        """As `Stepper.run`; `see` is called with every named value of the decoder, and what it returns is used from there on."""
         inputs = [to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
         with torch.inference_mode():
-            results = self.module(*inputs, *past)
+            results = self.module(*inputs, *past, see=see) if cache is not None else self.module(*inputs)
         results = results if isinstance(results, tuple) else (results,)
         return {spec.name: to_numpy(result) for spec, result in zip(self.contract.step_outputs, results, strict=True)}

@@ -1,0 +1,1 @@
+"""A parsed TensorRT network executed on the CPU: what the parser understood, in numbers, on a machine without a GPU."""

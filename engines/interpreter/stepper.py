@@ -1,0 +1,99 @@
+"""The network interpreter as a stepper: a graph as TensorRT's parser understands it, executed on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import Tensor
+
+from engines.backend import Backend, choose_backend
+from engines.interpreter.program import Program, read_program
+from engines.network import ParsedNetwork, parse_network
+from engines.source import fix_capacity, load_source
+from exporter.block import See, unseen
+from exporter.bundle import Bundle
+from exporter.contract import Contract, numpy_dtype
+from exporter.errors import CheckFailed
+from exporter.steppers.eager import to_numpy, to_torch
+from exporter.steppers.protocol import HostCache, Stepper
+
+
+class InterpreterStepper(Stepper):
+    """Parses the graph with TensorRT and runs the network that comes out; the cache is host memory, updated in place.
+
+    A network's cache capacity is fixed, so a cache of another capacity parses the graph again. Nothing of the graph is
+    checked first: what the parser made of it, right or wrong, is what runs.
+
+    Raises:
+        CheckFailed: the parser refuses the graph, or the network has other inputs or outputs than the contract.
+        Unsupported: the network has a layer that the interpreter does not know.
+    """
+
+    backend = "interpreter"
+
+    def __init__(self, graph_path: Path, contract: Contract, backend: Backend) -> None:
+        self.contract = contract
+        self.description = f"the network as {backend} parses it, interpreted by PyTorch {torch.__version__} on the CPU"
+        self._graph_path, self._backend = graph_path, backend
+        self._parsed: ParsedNetwork | None = None  # owns the memory of the program's constants
+        self._program: Program | None = None
+        self._capacity: int | None = None
+        if not contract.cache_pairs:
+            self._parse(None)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle, backend: str = "auto") -> InterpreterStepper:
+        return cls(bundle.graph_path, bundle.manifest.contract, choose_backend(backend))
+
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        return HostCache(self.contract, n_rows, capacity)
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
+        """As `Stepper.run`; `see` is called with every tensor of the network, and what it returns is used from there on."""
+        if cache is not None and cache.capacity != self._capacity:
+            self._parse(cache.capacity)
+        inputs = {spec.name: to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs}
+        if cache is not None:
+            rows = slice(first_row, first_row + len(feeds["write_indices"]))
+            inputs |= {spec.name: to_torch(array[rows]) for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)}
+        tensors = self._program.run(inputs, see)
+        self._check_in_place(tensors)
+        return {spec.name: to_numpy(tensors[spec.name]) for spec in self.contract.step_outputs}
+
+    def close(self) -> None:
+        self._program = self._parsed = self._capacity = None
+
+    def _parse(self, capacity: int | None) -> None:
+        self.close()
+        model = load_source(self._graph_path)
+        if capacity is not None:
+            fix_capacity(model, capacity)
+        parsed = parse_network(self._backend, model, self._graph_path)
+        got = {tensor.name: tensor.dtype for tensor in (*parsed.inputs, *parsed.outputs)}
+        expected = {spec.name: spec.dtype for spec in (*self.contract.inputs, *self.contract.outputs)}
+        if got != expected:
+            wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
+            raise CheckFailed(f"network: its inputs and outputs {wrong} are not those of the bundle, expected {sorted(expected)}; export again")
+        self._parsed, self._capacity = parsed, capacity
+        self._program = read_program(parsed, _Initializers(model, self._graph_path))
+
+    def _check_in_place(self, tensors: Mapping[str, Tensor]) -> None:
+        for past, present in self.contract.cache_pairs:
+            if tensors[past].data_ptr() != tensors[present].data_ptr():
+                raise CheckFailed(f"network: {present} is not {past} updated in place; TensorRT would need them at one address")
+
+
+class _Initializers:
+    """The initializers of an ONNX file, read one at a time."""
+
+    def __init__(self, model: onnx.ModelProto, path: Path) -> None:
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._folder = str(path.parent)
+
+    def __call__(self, name: str) -> np.ndarray:
+        return numpy_helper.to_array(self._tensors[name], base_dir=self._folder).copy()  # torch wants writable memory
