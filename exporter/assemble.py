@@ -6,6 +6,7 @@ Tracing costs the same for one block as for eighty; a test proves the result equ
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
@@ -56,10 +57,6 @@ def assemble(config: ModelConfig, unit: Unit, dtype: str, max_positions: int, fl
     return assembly.finish()
 
 
-def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:
-    return TensorSpec(name, dtype, axes)
-
-
 @dataclass
 class _Assembly:
     contract: Contract
@@ -75,27 +72,24 @@ class _Assembly:
             self.values[spec.name] = ir.Value(name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype])))
 
     def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
-        names = [spec.name for spec in self.contract.outputs]
-        fragment = trace_fragment(
-            lambda: traced.traced_component(config, unit.component, float32_attention), self.dtype, list(self.contract.inputs), names
-        )
+        fragment = _component_fragment(config, unit.component, self.dtype, float32_attention)
         owner = {"rms_norm": "attention_norm.", "prepare_qkv": "attention.", "merge_project": "attention."}.get(unit.component, "mlp.")
         weights = {
             name: (f"blocks.0.{owner}{name}", f"blocks.{unit.first_layer}.{owner}{name}", name.count(".") == 1) for name in fragment.parameters
         }
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
-        self.outputs = dict(zip(names, results, strict=True))
+        self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
     def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool) -> None:
         """Adds a block, stack or model: prologue, embedding where there is one, every block, epilogue."""
         step = self.values
         cos, sin, visible, total, real = self._prologue(config, max_positions)
         if unit.kind == "model":
-            embedding = trace_fragment(lambda: traced.Embedding(config), self.dtype, [_spec("input_ids", "int64", BATCH, SEQUENCE)], ["embedding"])
+            embedding = _embedding_fragment(config, self.dtype)
             (hidden,) = self.add(embedding, [step["input_ids"]], "", {"weight": ("embedding.weight", "embedding.weight", False)})
         else:
             hidden = step["hidden_states"]
-        block = self._trace_block(config, float32_attention)
+        block = _block_fragment(config, self.dtype, float32_attention)
         for layer in range(unit.n_layers):
             cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
             weights = {name: _block_weight(name, layer, unit.first_layer) for name in block.parameters}
@@ -105,42 +99,18 @@ class _Assembly:
         self._epilogue(config, unit, hidden, real)
 
     def _prologue(self, config: ModelConfig, max_positions: int) -> list[ir.Value]:
-        inputs = [
-            _spec("position_ids", "int64", BATCH, SEQUENCE),
-            _spec("write_indices", "int64", BATCH),
-            _spec("attention_mask", "int64", BATCH, TOTAL),
-        ]
-        names = ["cos", "sin", "visible", "total", "real"]
-        fragment = trace_fragment(lambda: traced.Prologue(config, max_positions), "fp32", inputs, names)
+        arguments = [self.values[name] for name in ("position_ids", "write_indices", "attention_mask")]
         tables = dict(zip(("rope_cos", "rope_sin"), ((name, name, False) for name in ROPE_TABLES), strict=True))
-        return self.add(fragment, [self.values[spec.name] for spec in inputs], "", tables)
-
-    def _trace_block(self, config: ModelConfig, float32_attention: bool) -> Fragment:
-        cache_axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
-        inputs = [
-            _spec("x", self.dtype, BATCH, SEQUENCE, config.hidden_size),
-            _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-            _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-            _spec("visible", "bool", BATCH, 1, SEQUENCE, TOTAL),
-            _spec("total", "int64", 1),
-            _spec("write_indices", "int64", BATCH),
-            _spec("past_key", self.dtype, *cache_axes),
-            _spec("past_value", self.dtype, *cache_axes),
-        ]
-        return trace_fragment(lambda: traced.TracedBlock(config, float32_attention), self.dtype, inputs, ["out", "present_key", "present_value"])
+        return self.add(_prologue_fragment(config, max_positions), arguments, "", tables)
 
     def _epilogue(self, config: ModelConfig, unit: Unit, hidden: ir.Value, real: ir.Value) -> None:
-        x = _spec("x", self.dtype, BATCH, SEQUENCE, config.hidden_size)
         if unit.kind != "model":
-            fragment = trace_fragment(traced.ZeroPads, self.dtype, [x, _spec("real", "bool", BATCH, SEQUENCE)], ["hidden_states_out"])
-            (self.outputs["hidden_states_out"],) = self.add(fragment, [hidden, real], "", {})
+            (self.outputs["hidden_states_out"],) = self.add(_zero_pads_fragment(config, self.dtype), [hidden, real], "", {})
             return
-        inputs = [x, _spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL)]
-        fragment = trace_fragment(lambda: traced.Head(config, unit.logits), self.dtype, inputs, ["logits"])
         head = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
         weights = {"weight": (head, head, False), "norm.weight": ("norm.weight", "norm.weight", False)}
         arguments = [hidden, self.values["write_indices"], self.values["attention_mask"]]
-        (self.outputs["logits"],) = self.add(fragment, arguments, "", weights)
+        (self.outputs["logits"],) = self.add(_head_fragment(config, self.dtype, unit.logits), arguments, "", weights)
 
     def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]) -> list[ir.Value]:
         """Clones a fragment's nodes onto `arguments`; returns its outputs.
@@ -206,3 +176,64 @@ def _block_weight(parameter: str, layer: int, first_layer: int) -> tuple[str, st
     module, _, rest = parameter.partition(".")
     name = {"prepare_qkv": "attention.", "merge_project": "attention.", "swiglu_mlp": "mlp."}.get(module, f"{module}.") + rest
     return f"blocks.{layer}.{name}", f"blocks.{layer + first_layer}.{name}", module not in ("attention_norm", "ffn_norm")
+
+
+# --- the fragments, each traced once: bundles of slices, parts and other dtypes share them ----------------------------------
+
+
+@lru_cache
+def _component_fragment(config: ModelConfig, component: str, dtype: str, float32_attention: bool) -> Fragment:
+    contract = graph_contract(config, Unit("component", component), dtype)
+    names = [spec.name for spec in contract.outputs]
+    return trace_fragment(lambda: traced.traced_component(config, component, float32_attention), dtype, list(contract.inputs), names)
+
+
+@lru_cache
+def _prologue_fragment(config: ModelConfig, max_positions: int) -> Fragment:
+    inputs = [
+        _spec("position_ids", "int64", BATCH, SEQUENCE),
+        _spec("write_indices", "int64", BATCH),
+        _spec("attention_mask", "int64", BATCH, TOTAL),
+    ]
+    return trace_fragment(lambda: traced.Prologue(config, max_positions), "fp32", inputs, ["cos", "sin", "visible", "total", "real"])
+
+
+@lru_cache
+def _embedding_fragment(config: ModelConfig, dtype: str) -> Fragment:
+    return trace_fragment(lambda: traced.Embedding(config), dtype, [_spec("input_ids", "int64", BATCH, SEQUENCE)], ["embedding"])
+
+
+@lru_cache
+def _block_fragment(config: ModelConfig, dtype: str, float32_attention: bool) -> Fragment:
+    cache_axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
+    inputs = [
+        _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
+        _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
+        _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
+        _spec("visible", "bool", BATCH, 1, SEQUENCE, TOTAL),
+        _spec("total", "int64", 1),
+        _spec("write_indices", "int64", BATCH),
+        _spec("past_key", dtype, *cache_axes),
+        _spec("past_value", dtype, *cache_axes),
+    ]
+    return trace_fragment(lambda: traced.TracedBlock(config, float32_attention), dtype, inputs, ["out", "present_key", "present_value"])
+
+
+@lru_cache
+def _zero_pads_fragment(config: ModelConfig, dtype: str) -> Fragment:
+    inputs = [_spec("x", dtype, BATCH, SEQUENCE, config.hidden_size), _spec("real", "bool", BATCH, SEQUENCE)]
+    return trace_fragment(traced.ZeroPads, dtype, inputs, ["hidden_states_out"])
+
+
+@lru_cache
+def _head_fragment(config: ModelConfig, dtype: str, logits: str) -> Fragment:
+    inputs = [
+        _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
+        _spec("write_indices", "int64", BATCH),
+        _spec("attention_mask", "int64", BATCH, TOTAL),
+    ]
+    return trace_fragment(lambda: traced.Head(config, logits), dtype, inputs, ["logits"])
+
+
+def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:
+    return TensorSpec(name, dtype, axes)

@@ -227,10 +227,10 @@ class Decoder(nn.Module):
         for layer, block in enumerate(self.blocks):
             h = block(h, R, past[2 * layer : 2 * layer + 2], write_indices, visible, _prefixed(f"blocks.{layer}.", see))
         if self.unit.kind != "model":
-            return h.masked_fill(~real[:, :, None], 0.0)
+            return see("hidden_states_out", h.masked_fill(~real[:, :, None], 0.0))
         if self.unit.logits == "last":
             h = see("last_token", h[torch.arange(len(h)), last_token(attention_mask, write_indices)])
-        return at_least_float32(see("lm_head", self.lm_head(see("norm", self.norm(h)))))
+        return see("logits", at_least_float32(see("lm_head", self.lm_head(see("norm", self.norm(h))))))
 
 
 def _prefixed(prefix: str, see: See) -> See:

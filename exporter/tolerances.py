@@ -47,3 +47,15 @@ CONTROL_FACTOR = 4.0
 def eager_vs_onnxruntime(unit: Unit, dtype: str) -> Tolerance:
     """The tolerance of a unit's onnxruntime outputs and cache rows against eager; bf16 is compared as its float32 twin."""
     return EAGER_VS_ONNXRUNTIME[unit.kind, "fp32" if dtype == "bf16" else dtype]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one operation may err by, given the reference's own inputs."""
+
+    error: float
+    differing: float
+
+
+def operation_budget(name: str, dtype: str) -> Budget:
+    return Budget(1.0, 1.0)

@@ -17,9 +17,9 @@ from engines.network import ParsedNetwork, parse_network
 from engines.source import fix_capacity, load_source
 from exporter.block import See, unseen
 from exporter.bundle import Bundle
-from exporter.contract import Contract, numpy_dtype
+from exporter.contract import Contract
 from exporter.errors import CheckFailed
-from exporter.steppers.eager import to_numpy, to_torch
+from exporter.steppers.eager import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 
 
@@ -57,7 +57,7 @@ class InterpreterStepper(Stepper):
         """As `Stepper.run`; `see` is called with every tensor of the network, and what it returns is used from there on."""
         if cache is not None and cache.capacity != self._capacity:
             self._parse(cache.capacity)
-        inputs = {spec.name: to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs}
+        inputs = {spec.name: feed_tensor(feeds, spec) for spec in self.contract.step_inputs}
         if cache is not None:
             rows = slice(first_row, first_row + len(feeds["write_indices"]))
             inputs |= {spec.name: to_torch(array[rows]) for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from exporter.block import See, unseen
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import Unit, graph_contract, numpy_dtype
+from exporter.contract import TensorSpec, Unit, graph_contract, numpy_dtype
 from exporter.steppers.protocol import HostCache, Stepper
 from exporter.store import GraphWeights
 from exporter.weights import WeightSource, load_eager
@@ -30,6 +30,11 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     return tensor.contiguous().numpy()
+
+
+def feed_tensor(feeds: Mapping[str, np.ndarray], spec: TensorSpec) -> Tensor:
+    """One of a step's inputs in its spec's dtype, over the feed's own memory where it has that dtype."""
+    return to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)))
 
 
 class EagerStepper(Stepper):
@@ -63,7 +68,7 @@ class EagerStepper(Stepper):
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
         """As `Stepper.run`; `see` is called with every named value of the decoder, and what it returns is used from there on."""
-        inputs = [to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False))) for spec in self.contract.step_inputs]
+        inputs = [feed_tensor(feeds, spec) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
         with torch.inference_mode():

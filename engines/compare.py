@@ -1,0 +1,308 @@
+"""The comparison: the same multi-step scenarios through several backends, each held against the first, per output and step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from engines.audit import BackendAudit, Reference, audit, make_reference
+from engines.backend import MODULES, choose_backend
+from engines.gpu import visible_gpus
+from engines.interpreter.stepper import InterpreterStepper
+from engines.observers import GraphObserver, Observer, StepperObserver
+from engines.records import EngineRecord, read_records, usable_engine
+from engines.tensorrt_stepper import TensorRTStepper, open_tensorrt
+from exporter.bundle import Bundle
+from exporter.contract import Contract, graph_contract
+from exporter.errors import BackendError, CheckFailed, InputError
+from exporter.scenarios import RunLimits
+from exporter.steppers.eager import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.steppers.protocol import Stepper
+from exporter.store import GraphWeights
+from exporter.tolerances import Tolerance, tolerance
+from exporter.twin import write_float32_twin
+from exporter.validate import Comparison, Recording, compare, judge_by_control, record
+from exporter.weights import RoundedWeights, WeightSource
+
+BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")
+AUDITED = ("onnxruntime", "interpreter")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """One tensor at one step, candidate b against reference a.
+
+    Attributes:
+        shape: of the tensor.
+        max_abs, mean_abs: of |a − b|.
+        max_rel, mean_rel: of |a − b| / |a| where a is not 0; NaN where there is no such element.
+        cosine: of the angle between both, flattened; NaN where one is zero.
+        worst_index: of max_abs; None where the candidate is missing, misshapen or not finite.
+    """
+
+    shape: tuple[int, ...]
+    max_abs: float
+    mean_abs: float
+    max_rel: float
+    mean_rel: float
+    cosine: float
+    worst_index: tuple[int, ...] | None
+
+    @classmethod
+    def measure(cls, a: np.ndarray, b: np.ndarray | None) -> StepDifference:
+        failed = cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, None)
+        if b is None or b.shape != a.shape or not a.size:
+            return failed
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            bad = np.argwhere(~np.isfinite(b))
+            return failed if not len(bad) else cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, tuple(map(int, bad[0])))
+        difference = np.abs(a - b)
+        worst = tuple(int(i) for i in np.unravel_index(int(difference.argmax()), a.shape))
+        relative = difference[a != 0] / np.abs(a[a != 0])
+        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+        return cls(
+            shape=a.shape,
+            max_abs=float(difference.max()),
+            mean_abs=float(difference.mean()),
+            max_rel=float(relative.max()) if relative.size else math.nan,
+            mean_rel=float(relative.mean()) if relative.size else math.nan,
+            cosine=float((a * b).sum() / norms) if norms else math.nan,
+            worst_index=worst,
+        )
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One tensor of one scenario: the verdict over all its steps, and each step's difference."""
+
+    comparison: Comparison
+    steps: tuple[StepDifference, ...]
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """One candidate against the reference."""
+
+    backend: str
+    description: str
+    tolerance: Tolerance
+    control: str | None  # what widened the tolerance, where something did
+    tensors: tuple[TensorResult, ...]
+    audit: BackendAudit | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(tensor.comparison.passed for tensor in self.tensors) and (self.audit is None or self.audit.passed)
+
+
+@dataclass(frozen=True)
+class CompareResult:
+    """Every candidate, and what was left out and why."""
+
+    unit: str
+    dtype: str
+    reference: str
+    results: tuple[BackendResult, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+
+@dataclass(frozen=True)
+class CompareRequest:
+    """What to compare.
+
+    Attributes:
+        backends: names out of BACKENDS, the reference first; None takes every one that can run here, eager first.
+        provider: onnxruntime's execution provider; None takes the CPU's.
+        parser: the TensorRT whose parser the interpreter uses: "auto", "tensorrt" or "tensorrt-rtx".
+        audit: True audits every backend that can be; None only those that fail; False none.
+        seed: of the random inputs.
+    """
+
+    backends: tuple[str, ...] | None = None
+    provider: str | None = None
+    parser: str = "auto"
+    audit: bool | None = None
+    seed: int = 0
+
+
+@dataclass
+class Comparer:
+    """Runs the backends of one bundle one after the other, so that only one holds weights at a time."""
+
+    bundle: Bundle
+    request: CompareRequest
+    say: Say
+    weights: WeightSource
+    limits: RunLimits
+    scratch: Path
+
+    def run(self, backends: tuple[str, ...], left_out: dict[str, str]) -> CompareResult:
+        manifest = self.bundle.manifest
+        recordings, descriptions = {}, {}
+        for name in backends:
+            self.say(f"run: {name}")
+            with self.open(name) as stepper:
+                recordings[name] = self.record(stepper)
+                descriptions[name] = stepper.description
+        reference = backends[0]
+        control: list[tuple[Recording, str]] = []
+        results = []
+        for name in backends[1:]:
+            allowed = tolerance((reference, name), manifest.unit, manifest.dtype)
+            comparisons = compare(recordings[reference], recordings[name], allowed)
+            widened = None
+            if not all(c.passed for c in comparisons):
+                if not control:
+                    control.append(self._control())
+                comparisons = judge_by_control(comparisons, recordings[reference], control[0][0])
+                widened = control[0][1]
+            tensors = tuple(TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons)
+            results.append(BackendResult(name, descriptions[name], allowed, widened, tensors))
+        results = self._audited(results, reference)
+        return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
+
+    def record(self, stepper: Stepper) -> Recording:
+        manifest = self.bundle.manifest
+        return record(manifest.config, manifest.unit, manifest.max_positions, stepper, manifest.contract, self.request.seed, self.limits)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[Stepper]:
+        manifest = self.bundle.manifest
+        if name == "eager":
+            stepper: Stepper = self._eager("fp32")
+        elif name == "interpreter":
+            stepper = InterpreterStepper.from_bundle(self.bundle, self.request.parser)
+        elif name == "tensorrt":
+            stepper = open_tensorrt(self.bundle, usable_engine(self.bundle))
+        elif manifest.dtype == "bf16" and self.request.provider in (None, "CPUExecutionProvider"):
+            stepper = OnnxruntimeStepper(str(self._twin()), self._twin_contract(), "fp32", self.request.provider)
+            stepper.description += ", through the graph's float32 twin"
+        else:
+            stepper = OnnxruntimeStepper.from_bundle(self.bundle, self.request.provider)
+        try:
+            yield stepper
+        finally:
+            stepper.close()
+
+    def _eager(self, dtype: str) -> EagerStepper:
+        manifest = self.bundle.manifest
+        return EagerStepper.from_weights(manifest.config, manifest.unit, dtype, manifest.max_positions, self.weights)
+
+    def _control(self) -> tuple[Recording, str]:
+        """The eager definition in another arithmetic: how far right answers lie apart with these weights."""
+        dtype = self.bundle.manifest.dtype
+        stepper = self._eager("fp64" if dtype == "fp32" else dtype)
+        return self.record(stepper), stepper.description
+
+    def _twin(self) -> Path:
+        folder = self.scratch / "twin"
+        if not folder.is_dir():
+            folder.mkdir()
+            write_float32_twin(self.bundle.folder, folder)
+        return folder / self.bundle.graph_path.name
+
+    def _twin_contract(self) -> Contract:
+        manifest = self.bundle.manifest
+        return graph_contract(manifest.config, manifest.unit, "fp32")
+
+    # --- audit ---------------------------------------------------------------------------------------------------------------
+
+    def _audited(self, results: list[BackendResult], reference_name: str) -> list[BackendResult]:
+        """The results with an audit of those that want one; the reference is audited too where a candidate failed against it."""
+        wanted = [r.backend for r in results if self.request.audit or (self.request.audit is None and not r.passed)]
+        wanted = [name for name in wanted if name in AUDITED]
+        if not wanted:
+            return results
+        if not self.bundle.manifest.unit.has_cache:
+            self.say("audit: a component is one operation, its outputs are the audit")
+            return results
+        self.say("audit: the eager definition in float64")
+        reference = self._reference()
+        audits = {}
+        for name in wanted:
+            self.say(f"audit: {name}")
+            observer = self._observer(name, reference)
+            audits[name] = audit(reference, observer)
+            observer.close()
+        return [BackendResult(r.backend, r.description, r.tolerance, r.control, r.tensors, audits.get(r.backend)) for r in results]
+
+    def _reference(self) -> Reference:
+        manifest = self.bundle.manifest
+        return make_reference(
+            manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, manifest.contract, self.weights, self.request.seed
+        )
+
+    def _observer(self, name: str, reference: Reference) -> Observer:
+        if name == "interpreter":
+            return StepperObserver(InterpreterStepper.from_bundle(self.bundle, self.request.parser), reference.names)
+        if self.bundle.manifest.dtype == "bf16":
+            return GraphObserver(self._twin(), self._twin_contract(), reference.names)
+        return GraphObserver(self.bundle.graph_path, self.bundle.manifest.contract, reference.names)
+
+
+def compare_bundle(bundle: Bundle, request: CompareRequest, say: Say = lambda line: None) -> CompareResult:
+    """Compares the backends of a bundle.
+
+    The eager definition computes in float32 over the bundle's own weights, which are rounded to its dtype already.
+
+    Raises:
+        InputError: an unknown backend, fewer than two, or one named twice.
+        BackendError: a backend that was asked for cannot run here.
+        CheckFailed: TensorRT's parser refuses the graph.
+    """
+    backends, left_out = _choose(bundle, request)
+    manifest = bundle.manifest
+    weights = RoundedWeights(GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights), manifest.dtype)
+    limits = _limits(bundle) if "tensorrt" in backends else RunLimits()
+    with tempfile.TemporaryDirectory() as scratch:
+        return Comparer(bundle, request, say, weights, limits, Path(scratch)).run(backends, left_out)
+
+
+def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The backends to run, the reference first, and why others are left out."""
+    if request.backends is not None:
+        wrong = [name for name in request.backends if name not in BACKENDS]
+        if wrong:
+            raise InputError(f"backends: got {wrong[0]!r}, expected names out of {', '.join(BACKENDS)}")
+        if len(request.backends) < 2 or len(set(request.backends)) < len(request.backends):
+            raise InputError(f"backends: got {','.join(request.backends)}, expected at least two different ones, the reference first")
+        return request.backends, {}
+    left_out = {}
+    try:
+        choose_backend(request.parser)
+    except BackendError as error:
+        if request.parser != "auto":
+            raise
+        left_out["interpreter"] = str(error)
+    try:
+        usable_engine(bundle)
+    except InputError as error:
+        left_out["tensorrt"] = str(error)
+    return tuple(name for name in BACKENDS if name not in left_out), left_out
+
+
+def _limits(bundle: Bundle) -> RunLimits:
+    """What the engine takes: its cache capacity, and the largest batch and step of its profiles."""
+    record = usable_engine(bundle)
+    sizes = [profile["ranges"]["position_ids"]["max"] for profile in record.profiles]
+    return RunLimits(record.cache_capacity, max(size[0] for size in sizes), max(size[1] for size in sizes))
+
+
+def _differences(comparison: Comparison, reference: Recording, candidate: Recording) -> tuple[StepDifference, ...]:
+    key = (comparison.scenario, comparison.tensor)
+    arrays = candidate.get(key, [])
+    arrays = [*arrays, *[None] * (len(reference[key]) - len(arrays))]
+    return tuple(StepDifference.measure(a, b) for a, b in zip(reference[key], arrays, strict=True))
