@@ -20,7 +20,7 @@ PROMPT ?= The capital of France is
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect decode generate run test gpu-check lint clean
+.PHONY: help setup checkpoint export validate build inspect compare decode generate run test gpu-check lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
@@ -52,6 +52,9 @@ build: $(READY) ## compile BUNDLE into a TensorRT engine (no GPU needed with ten
 
 inspect: $(READY) ## show BUNDLE's network as TensorRT understands it, and its engines
 	$(BIN)/python -m engines inspect "$(BUNDLE)" --backend $(BACKEND) $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
+
+compare: $(READY) ## hold every backend that runs here against eager, operation by operation; writes BUNDLE's compare.html beside it
+	$(BIN)/python -m engines compare "$(BUNDLE)" --html "$(patsubst %/,%,$(BUNDLE)).compare.html"
 
 decode: $(READY) ## time prefill and decode of BUNDLE on random input
 	$(BIN)/python -m runtime decode "$(BUNDLE)" --backend $(BACKEND) $(if $(MAX_BATCH),--batch $(MAX_BATCH)) \

@@ -38,7 +38,7 @@ from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
 from exporter.store import GraphWeights
-from exporter.tolerances import eager_vs_onnxruntime
+from exporter.tolerances import tolerance
 from exporter.validate import compare, judge_by_control, record
 from exporter.weights import RandomWeights, RoundedWeights
 
@@ -90,7 +90,7 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
         return record(config, unit, positions, s, manifest.contract)
 
     reference = recorded(EagerStepper.from_weights(config, unit, "fp32", positions, weights))
-    comparisons = compare(reference, recorded(stepper), eager_vs_onnxruntime(unit, manifest.dtype))
+    comparisons = compare(reference, recorded(stepper), tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
     if not all(c.passed for c in comparisons):
         comparisons = judge_by_control(comparisons, reference, recorded(EagerStepper.from_bundle(bundle)))
     worst = max(comparisons, key=lambda c: c.max_error / c.allowed)

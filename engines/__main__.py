@@ -1,10 +1,11 @@
-"""`python -m engines`: build, inspect, refit."""
+"""`python -m engines`: build, inspect, compare, refit."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -14,9 +15,13 @@ from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOp
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
 from engines.records import EngineRecord, read_records
 from exporter import cli
-from exporter.bundle import Bundle
+from exporter.bundle import Bundle, write_atomically
 from exporter.contract import DEFAULT_CACHE_CAPACITY
 from exporter.errors import InputError
+
+if TYPE_CHECKING:
+    from engines.compare import CompareRequest
+    from exporter.weights import WeightSource
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,11 +44,35 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_format(inspect)
     inspect.set_defaults(run=_inspect)
 
+    _add_compare(commands)
+
     refit = commands.add_parser("refit", help="put the bundle's weights into an engine built with --refit or --strip-plan (needs a GPU)")
     refit.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
     refit.add_argument("--engine", metavar="FILE", help="its name in the bundle (default: the only one)")
     refit.set_defaults(run=_refit)
     return parser
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    compare = commands.add_parser(
+        "compare", allow_abbrev=False, help="run the same steps on several backends and hold each against the first, operation by operation"
+    )
+    compare.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    compare.add_argument("--checkpoint", metavar="DIR", help="where the weights came from, to hold the bundle's against them")
+    compare.add_argument("--model", metavar="NAME", help="geometry of a Meta checkpoint, as for export")
+    compare.add_argument("--backends", metavar="LIST", help="names with commas, the reference first (default: eager and all that can run here)")
+    compare.add_argument("--provider", metavar="NAME", help="onnxruntime's execution provider (default CPUExecutionProvider)")
+    compare.add_argument("--parser", default="auto", metavar="NAME", help="whose parser the interpreter uses: auto, tensorrt or tensorrt-rtx")
+    compare.add_argument("--audit", action=argparse.BooleanOptionalAction, help="measure every operation by itself (default: where an output fails)")
+    compare.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (default 0)")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots of the error by layer")
+    compare.add_argument("--cache-capacity", type=int, metavar="N", help="rows per sequence (default 32, or the engine's where TensorRT runs)")
+    files = compare.add_argument_group("files for Polygraphy, one entry a step; the cache is among the inputs and outputs")
+    files.add_argument("--save-inputs", type=Path, metavar="FILE", help="for `polygraphy run --load-inputs`")
+    files.add_argument("--save-outputs", type=Path, metavar="FILE", help="the reference's outputs, for `polygraphy run --load-outputs`")
+    files.add_argument("--save-data-loader", type=Path, metavar="FILE", help="a script for `polygraphy run --data-loader-script`")
+    cli.add_format(compare)
+    compare.set_defaults(run=_compare)
 
 
 def _add_backend(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +198,50 @@ def _print_inspection(result: dict) -> None:
         cli.say(f"usable here: {engine['usable']}")
     if not result["engines"]:
         cli.say("engines: none; `python -m engines build` makes one")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from engines.compare import CompareRequest, compare_bundle
+    from engines.compare_html import to_html
+    from engines.compare_report import print_result, to_dict
+
+    bundle = Bundle.open(arguments.bundle)
+    backends = tuple(arguments.backends.split(",")) if arguments.backends is not None else None
+    request = CompareRequest(backends, arguments.provider, arguments.parser, arguments.audit, arguments.seed, arguments.cache_capacity)
+    result = compare_bundle(bundle, request, cli.say, _source_weights(bundle, arguments))
+    _save_for_polygraphy(bundle, request, arguments)
+    if arguments.html is not None:
+        write_atomically(arguments.html, to_html(result))
+        cli.say(f"wrote {arguments.html}")
+    if arguments.format == "json":
+        cli.print_json(to_dict(result))
+    else:
+        print_result(result)
+    return cli.EXIT_GOOD if result.passed else cli.EXIT_CHECK_FAILED
+
+
+def _source_weights(bundle: Bundle, arguments: argparse.Namespace) -> WeightSource | None:
+    if arguments.checkpoint is None:
+        return None
+    from exporter.checkpoint.formats import open_checkpoint
+
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.model)
+    if checkpoint.config != bundle.manifest.config:
+        raise InputError(f"checkpoint {arguments.checkpoint}: its geometry is {checkpoint.config}, expected {bundle.manifest.config}, the bundle's")
+    return checkpoint.weights
+
+
+def _save_for_polygraphy(bundle: Bundle, request: CompareRequest, arguments: argparse.Namespace) -> None:
+    wanted = {kind: getattr(arguments, f"save_{kind}") for kind in ("inputs", "outputs", "data_loader")}
+    if not any(wanted.values()):
+        return
+    from engines import polygraphy_files
+    from engines.compare import run_limits
+
+    for kind, path in wanted.items():
+        if path is not None:
+            getattr(polygraphy_files, f"save_{kind}")(bundle, path, request.seed, run_limits(bundle, request))
+            cli.say(f"wrote {path}")
 
 
 def _refit(arguments: argparse.Namespace) -> None:

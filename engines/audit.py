@@ -30,6 +30,7 @@ from exporter.weights import WeightSource
 
 LARGEST_HALF = 65504.0
 SMALLEST_HALF = 2.0**-24  # below half of it, a value becomes zero
+_CACHE = "cache"
 UNDERFLOW_SHARE = 0.01  # of an operation's values; fewer are noise of activations near zero
 TOKEN_SCALES = (1.0, 1e-3, 300.0)  # of hidden states in turn: where eps matters, and where squares leave half's range
 
@@ -84,6 +85,7 @@ class BackendAudit:
     description: str
     operations: tuple[OperationError, ...]
     missing: tuple[str, ...]  # named values that this backend does not show
+    share_of_earlier_steps: float  # of the last step's error: what the cache carried into it
 
     @property
     def passed(self) -> bool:
@@ -206,7 +208,9 @@ class Reference:
         return list(self.steps[0].carried)
 
 
-def make_reference(config: ModelConfig, unit: Unit, dtype: str, max_positions: int, contract: Contract, weights: WeightSource, seed: int) -> Reference:
+def make_reference(
+    config: ModelConfig, unit: Unit, dtype: str, max_positions: int, contract: Contract, weights: WeightSource, seed: int
+) -> Reference:
     """Runs the float64 reference and the definition in the bundle's dtype over the audit's steps.
 
     `weights` must be rounded to `dtype` already; both hold them exactly.
@@ -276,9 +280,9 @@ def audit(reference: Reference, observer: Observer) -> BackendAudit:
         local = observer.observe(step.feeds, _filled(observer, step.past), step.given)
         missing |= set(step.carried) - set(carried)
         measured = [_measure(index, name, step, carried[name], local[name], reference.dtype, observer) for name in step.carried if name in carried]
-        shares = _shares(reference, index, carried, local, past)
+        shares = _shares(reference, index, carried, past)
         operations += [replace(operation, share=shares.get(operation.name, math.nan)) for operation in measured]
-    return BackendAudit(observer.backend, observer.description, tuple(operations), tuple(sorted(missing)))
+    return BackendAudit(observer.backend, observer.description, tuple(operations), tuple(sorted(missing)), shares.get(_CACHE, math.nan))
 
 
 def _measure(index: int, name: str, step: StepReference, carried: np.ndarray, local: np.ndarray, dtype: str, observer: Observer) -> OperationError:
@@ -299,7 +303,7 @@ def _measure(index: int, name: str, step: StepReference, carried: np.ndarray, lo
         local=local_error,
         differing=differing,
         worst_index=worst,
-        budget=operation_budget(name, dtype),
+        budget=operation_budget(name, dtype, observer.backend),
         largest=largest,
         flushed=float(np.count_nonzero((sizes > 0) & (sizes <= SMALLEST_HALF / 2))) / nonzero if is_half and nonzero else 0.0,
         overflow=is_half and largest > LARGEST_HALF,
@@ -330,11 +334,12 @@ def _axes_within_token(name: str, rank: int) -> tuple[int, ...]:
     return (rank - 1,)
 
 
-def _shares(reference: Reference, index: int, carried: Values, local: Values, past: list[np.ndarray]) -> dict[str, float]:
+def _shares(reference: Reference, index: int, carried: Values, past: list[np.ndarray]) -> dict[str, float]:
     """Each operation's share of the error of the step's last value, to first order, by name.
 
-    With e the error of the last value and J_v its derivative by value v, e ≈ Σ J_v δ_v over the errors δ_v made at each v
-    and those already in the cache; the share of v is ⟨e, J_v δ_v⟩ / ‖e‖².
+    With e the error of the last value and J_v its derivative by value v, e ≈ Σ J_v δ_v over what the backend makes at each v
+    beyond the exact operation on its own inputs, and over the errors already in the cache. The share of v is
+    ⟨e, J_v δ_v⟩ / ‖e‖²; shares add up to 1 as long as the error is small.
     """
     step = reference.steps[index]
     last = reference.names[-1]
@@ -356,14 +361,16 @@ def _shares(reference: Reference, index: int, carried: Values, local: Values, pa
     inputs = [feed_tensor(step.feeds, spec) for spec in stepper.contract.step_inputs]
     cached = [to_torch(array).requires_grad_() for array in reference.carried_pasts[index]]
     output = stepper.module(*inputs, *(tensor.clone() for tensor in cached), see=see)
-    wanted = {**probes, **{f"cache {i}": tensor for i, tensor in enumerate(cached)}}
+    wanted = {**probes, **{f"{_CACHE} {i}": tensor for i, tensor in enumerate(cached)}}
     gradients = torch.autograd.grad((output * error).sum(), list(wanted.values()), allow_unused=True)
-    made = {name: local[name].astype(np.float64) - step.local[name] for name in probes if name in local}
-    made |= {f"cache {i}": array.astype(np.float64) - reference.carried_pasts[index][i] for i, array in enumerate(past)}
+    observer = StepperObserver(stepper)
+    exact = observer.observe(step.feeds, _filled(observer, past), carried)
+    made = {name: carried[name].astype(np.float64) - exact[name] for name in probes if name in carried}
+    made |= {f"{_CACHE} {i}": array.astype(np.float64) - reference.carried_pasts[index][i] for i, array in enumerate(past)}
     shares: dict[str, float] = {}
     for name, gradient in zip(wanted, gradients, strict=True):
         if gradient is not None and name in made:
-            key = "cache" if name.startswith("cache ") else name
+            key = _CACHE if name.startswith(_CACHE) else name
             shares[key] = shares.get(key, 0.0) + float((gradient.numpy() * made[name]).sum()) / size
     return shares
 

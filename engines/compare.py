@@ -6,21 +6,20 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from engines.audit import BackendAudit, Reference, audit, make_reference
-from engines.backend import MODULES, choose_backend
-from engines.gpu import visible_gpus
+from engines.backend import choose_backend
+from engines.cuda import RuntimeCuda
 from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, Observer, StepperObserver
-from engines.records import EngineRecord, read_records, usable_engine
-from engines.tensorrt_stepper import TensorRTStepper, open_tensorrt
+from engines.tensorrt_stepper import find_engine, open_tensorrt
 from exporter.bundle import Bundle
-from exporter.contract import Contract, graph_contract
-from exporter.errors import BackendError, CheckFailed, InputError
+from exporter.contract import Contract, check_cache_capacity, graph_contract
+from exporter.errors import BackendError, InputError
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -29,7 +28,7 @@ from exporter.store import GraphWeights
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record
-from exporter.weights import RoundedWeights, WeightSource
+from exporter.weights import RandomWeights, RoundedWeights, WeightSource
 
 BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")
 AUDITED = ("onnxruntime", "interpreter")
@@ -129,6 +128,7 @@ class CompareRequest:
         parser: the TensorRT whose parser the interpreter uses: "auto", "tensorrt" or "tensorrt-rtx".
         audit: True audits every backend that can be; None only those that fail; False none.
         seed: of the random inputs.
+        cache_capacity: rows per sequence of the scenarios; None takes 32, or the engine's where TensorRT runs.
     """
 
     backends: tuple[str, ...] | None = None
@@ -136,6 +136,7 @@ class CompareRequest:
     parser: str = "auto"
     audit: bool | None = None
     seed: int = 0
+    cache_capacity: int | None = None
 
 
 @dataclass
@@ -186,7 +187,7 @@ class Comparer:
         elif name == "interpreter":
             stepper = InterpreterStepper.from_bundle(self.bundle, self.request.parser)
         elif name == "tensorrt":
-            stepper = open_tensorrt(self.bundle, usable_engine(self.bundle))
+            stepper = open_tensorrt(self.bundle, find_engine(self.bundle, None), RuntimeCuda())
         elif manifest.dtype == "bf16" and self.request.provider in (None, "CPUExecutionProvider"):
             stepper = OnnxruntimeStepper(str(self._twin()), self._twin_contract(), "fp32", self.request.provider)
             stepper.description += ", through the graph's float32 twin"
@@ -230,22 +231,22 @@ class Comparer:
             self.say("audit: a component is one operation, its outputs are the audit")
             return results
         self.say("audit: the eager definition in float64")
-        reference = self._reference()
+        reference = self.reference()
         audits = {}
         for name in wanted:
             self.say(f"audit: {name}")
-            observer = self._observer(name, reference)
+            observer = self.observer(name, reference)
             audits[name] = audit(reference, observer)
             observer.close()
         return [BackendResult(r.backend, r.description, r.tolerance, r.control, r.tensors, audits.get(r.backend)) for r in results]
 
-    def _reference(self) -> Reference:
+    def reference(self) -> Reference:
         manifest = self.bundle.manifest
         return make_reference(
             manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, manifest.contract, self.weights, self.request.seed
         )
 
-    def _observer(self, name: str, reference: Reference) -> Observer:
+    def observer(self, name: str, reference: Reference) -> Observer:
         if name == "interpreter":
             return StepperObserver(InterpreterStepper.from_bundle(self.bundle, self.request.parser), reference.names)
         if self.bundle.manifest.dtype == "bf16":
@@ -253,10 +254,19 @@ class Comparer:
         return GraphObserver(self.bundle.graph_path, self.bundle.manifest.contract, reference.names)
 
 
-def compare_bundle(bundle: Bundle, request: CompareRequest, say: Say = lambda line: None) -> CompareResult:
+def compare_bundle(
+    bundle: Bundle, request: CompareRequest, say: Say = lambda line: None, weights: WeightSource | None = None
+) -> CompareResult:
     """Compares the backends of a bundle.
 
-    The eager definition computes in float32 over the bundle's own weights, which are rounded to its dtype already.
+    The eager definition computes in float32 over weights rounded to the bundle's dtype.
+
+    Args:
+        bundle: an opened bundle.
+        request: what to run.
+        say: called with a line about each stage.
+        weights: where the bundle's weights came from. None makes random ones anew from the manifest's seed, and takes real
+            ones from the bundle itself, which cannot show that they were written wrongly.
 
     Raises:
         InputError: an unknown backend, fewer than two, or one named twice.
@@ -265,10 +275,20 @@ def compare_bundle(bundle: Bundle, request: CompareRequest, say: Say = lambda li
     """
     backends, left_out = _choose(bundle, request)
     manifest = bundle.manifest
-    weights = RoundedWeights(GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights), manifest.dtype)
-    limits = _limits(bundle) if "tensorrt" in backends else RunLimits()
+    if weights is None:
+        weights = _own_weights(bundle, say)
+    weights = RoundedWeights(weights, manifest.dtype)
+    limits = run_limits(bundle, request, backends)
     with tempfile.TemporaryDirectory() as scratch:
         return Comparer(bundle, request, say, weights, limits, Path(scratch)).run(backends, left_out)
+
+
+def _own_weights(bundle: Bundle, say: Say) -> WeightSource:
+    manifest = bundle.manifest
+    if manifest.weights["source"] == "random":
+        return RandomWeights(manifest.config, manifest.weights["seed"])
+    say("weights: the bundle's own; give --checkpoint to hold them against their source")
+    return GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
 
 
 def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -288,15 +308,28 @@ def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], d
             raise
         left_out["interpreter"] = str(error)
     try:
-        usable_engine(bundle)
-    except InputError as error:
+        if not bundle.manifest.unit.has_cache:
+            raise BackendError("backend tensorrt: a component's engine is for other tools")
+        find_engine(bundle, None)
+    except BackendError as error:
         left_out["tensorrt"] = str(error)
     return tuple(name for name in BACKENDS if name not in left_out), left_out
 
 
-def _limits(bundle: Bundle) -> RunLimits:
-    """What the engine takes: its cache capacity, and the largest batch and step of its profiles."""
-    record = usable_engine(bundle)
+def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...] = ()) -> RunLimits:
+    """What the scenarios must keep to: the capacity asked for, and where TensorRT runs all that its engine's profiles take.
+
+    Raises:
+        InputError: a capacity that the graph, or the engine, does not have.
+    """
+    manifest, capacity = bundle.manifest, request.cache_capacity
+    if capacity is not None:
+        if not manifest.unit.has_cache:
+            raise InputError(f"cache_capacity: got {capacity} for a {manifest.unit}, which has no cache")
+        capacity = check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
+    if "tensorrt" not in backends:
+        return RunLimits(capacity)
+    record = find_engine(bundle, capacity)
     sizes = [profile["ranges"]["position_ids"]["max"] for profile in record.profiles]
     return RunLimits(record.cache_capacity, max(size[0] for size in sizes), max(size[1] for size in sizes))
 

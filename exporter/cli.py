@@ -15,7 +15,11 @@ from exporter.errors import CheckFailed, InputError, NumericalError
 
 EXIT_GOOD, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
+WIDE = 200  # columns where stderr is a file or a pipe: nothing there is gained by wrapping
+
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+if not stderr.is_terminal:
+    stderr.width = WIDE
 
 
 def say(line: str) -> None:

@@ -22,7 +22,7 @@ from exporter.memory import peak_memory_bytes
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.store import GraphWeights, write_graph
-from exporter.tolerances import eager_vs_onnxruntime
+from exporter.tolerances import tolerance
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
 from exporter.weights import RoundedWeights, WeightSource
@@ -161,12 +161,12 @@ def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: i
         stepper = OnnxruntimeStepper(str(graph_path), inputs, arithmetic)
         candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed), stepper.description
         stepper.close()
-    tolerance = eager_vs_onnxruntime(unit, manifest.dtype)
-    comparisons, control_description = compare(reference, candidate, tolerance), None
+    allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
+    comparisons, control_description = compare(reference, candidate, allowed), None
     if not all(c.passed for c in comparisons):
         control, control_description = run_eager("fp64" if arithmetic == "fp32" else arithmetic)
         comparisons = judge_by_control(comparisons, reference, control)
-    section = summarize(comparisons, reference_description, candidate_description, tolerance, control_description)
+    section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
     return section, comparisons
 

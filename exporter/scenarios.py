@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -50,12 +51,44 @@ class Scenario:
             past = past + seq_lens
 
 
-def cache_scenarios(max_positions: int) -> list[Scenario]:
-    """The scenarios of block, stack and model, fitted to the positions the graph was exported for.
+@dataclass(frozen=True)
+class RunLimits:
+    """What the stepper of a comparison takes; None where it takes anything.
+
+    Attributes:
+        capacity: cache rows per sequence, where only one number will do.
+        max_batch: most sequences of one step.
+        max_seq_len: most new tokens of one step.
+    """
+
+    capacity: int | None = None
+    max_batch: int | None = None
+    max_seq_len: int | None = None
+
+    def fit(self, scenario: Scenario) -> Scenario | None:
+        """The scenario with long prefills in several steps; None where it has more sequences than a step can take."""
+        n_rows = len(scenario.steps[0])
+        if self.max_batch is not None and n_rows > self.max_batch:
+            return None
+        longest = self.max_seq_len
+        if longest is None or all(max(lengths) <= longest for lengths in scenario.steps):
+            return scenario
+        if n_rows > 1:
+            return None
+        steps = tuple((min(longest, length - done),) for (length,) in scenario.steps for done in range(0, length, longest))
+        return dataclasses.replace(scenario, steps=steps)
+
+
+def cache_scenarios(max_positions: int, limits: RunLimits = RunLimits()) -> list[Scenario]:
+    """The scenarios of block, stack and model, fitted to the positions the graph was exported for and to the stepper's limits.
 
     A graph of fewer than 8 positions gets those that fit: a prefill of all but one token, and single tokens.
     """
-    capacity = min(32, max_positions)
+    capacity = limits.capacity or min(32, max_positions)
+    return [fitted for scenario in _scenarios(capacity, max_positions) if (fitted := limits.fit(scenario)) is not None]
+
+
+def _scenarios(capacity: int, max_positions: int) -> list[Scenario]:
     if capacity < 8:
         filled = Scenario("near capacity", capacity, ((capacity - 1, capacity - 1), (1, 1)))
         return [Scenario("decode", capacity, ((1,),) * capacity), *([filled] if capacity > 1 else [])]

@@ -11,7 +11,7 @@ from exporter.catalogue import ModelConfig
 from exporter.contract import SEQUENCE, Contract, Unit, numpy_dtype
 from exporter.errors import InputError
 from exporter.feeds import real_tokens
-from exporter.scenarios import COMPONENT_SIZES, Scenario, cache_scenarios, component_feeds
+from exporter.scenarios import COMPONENT_SIZES, RunLimits, Scenario, cache_scenarios, component_feeds
 from exporter.steppers.protocol import Stepper
 from exporter.tolerances import CONTROL_FACTOR, Tolerance
 
@@ -48,7 +48,15 @@ class Comparison:
         return self.max_error <= self.allowed
 
 
-def record(config: ModelConfig, unit: Unit, max_positions: int, stepper: Stepper, inputs: Contract, seed: int = 0) -> Recording:
+def record(
+    config: ModelConfig,
+    unit: Unit,
+    max_positions: int,
+    stepper: Stepper,
+    inputs: Contract,
+    seed: int = 0,
+    limits: RunLimits = RunLimits(),  # noqa: B008 - frozen, so it can be shared
+) -> Recording:
     """Runs every scenario of the unit and keeps what comparisons look at.
 
     Args:
@@ -58,6 +66,7 @@ def record(config: ModelConfig, unit: Unit, max_positions: int, stepper: Stepper
         stepper: runs the steps.
         inputs: the contract whose dtypes the inputs are drawn in; every stepper of one comparison gets the same.
         seed: of the random inputs.
+        limits: what every stepper of the comparison takes.
     """
     if seed < 0:
         raise InputError(f"seed: got {seed}, expected 0 or more")
@@ -69,7 +78,7 @@ def record(config: ModelConfig, unit: Unit, max_positions: int, stepper: Stepper
             outputs = stepper.run(component_feeds(inputs, config, unit, sizes, rng))
             recording |= {(name, spec.name): [_checked(outputs.get(spec.name), spec.dtype, inputs, stepper)] for spec in inputs.outputs}
         return recording
-    for scenario in cache_scenarios(max_positions):
+    for scenario in cache_scenarios(max_positions, limits):
         recording |= _record_scenario(config, scenario, stepper, inputs, rng)
     return recording
 
@@ -121,7 +130,7 @@ def compare_tensor(scenario: str, tensor: str, reference: list[np.ndarray], cand
 def judge_by_control(comparisons: list[Comparison], reference: Recording, control: Recording) -> list[Comparison]:
     """Widens what is allowed of each tensor to CONTROL_FACTOR times the control's own largest error in any scenario."""
     strayed: dict[str, float] = {}
-    for comparison in compare(reference, control, Tolerance(0.0, 0.0, "control")):
+    for comparison in compare(reference, control, Tolerance(0.0, {}, "control")):
         strayed[comparison.tensor] = max(strayed.get(comparison.tensor, 0.0), comparison.max_error)
     return [
         dataclasses.replace(c, allowed=max(c.allowed, CONTROL_FACTOR * strayed[c.tensor])) if np.isfinite(strayed[c.tensor]) else c

@@ -14,7 +14,6 @@ import pytest
 from exporter import tolerances
 from exporter.__main__ import main as exporter
 from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle
-from exporter.tolerances import Tolerance
 from runtime.__main__ import main as runtime
 from tests.checkpoints import write_huggingface
 from tests.conftest import ROOT, TINY
@@ -247,7 +246,7 @@ def test_a_truncated_data_file_is_refused_by_every_command(capsys, block, main):
 
 
 def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, tmp_path, checkpoint):
-    monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("component", "fp16"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
     monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     arguments = ["--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(tmp_path / "bundle")]
     assert exporter(["export", *arguments]) == 1
@@ -259,14 +258,14 @@ def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, t
 
 def test_a_failed_validation_leaves_the_old_bundle(monkeypatch, block, checkpoint):
     before = {path.name: path.read_bytes() for path in block.iterdir()}
-    monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("component", "fp16"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
     monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     assert exporter(["export", "--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(block)]) == 1
     assert {path.name: path.read_bytes() for path in block.iterdir()} == before
 
 
 def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monkeypatch, block):
-    monkeypatch.setitem(tolerances.EAGER_VS_ONNXRUNTIME, ("block", "fp32"), Tolerance(0.0, 0.0, "planted"))
+    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp32", ({"block": 0.0}, "planted"))
     monkeypatch.setattr("exporter.validate.CONTROL_FACTOR", 0.0)
     assert exporter(["validate", str(block), "--format", "json"]) == 1
     assert not json.loads(capsys.readouterr().out)["passed"]

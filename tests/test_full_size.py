@@ -9,7 +9,7 @@ from exporter.contract import Unit
 from exporter.export import ExportRequest, export_bundle
 from exporter.feeds import step_feeds
 from exporter.steppers.eager import EagerStepper
-from exporter.tolerances import eager_vs_onnxruntime
+from exporter.tolerances import tolerance
 from exporter.weights import RandomWeights, RoundedWeights
 from runtime import DecodeSession
 
@@ -37,4 +37,4 @@ def test_llama3_8b_block(tmp_path):
     reference.run(step_feeds("hidden_states", x[:, :1000], step[0], step[1]), cache)
     expected = reference.run(step_feeds("hidden_states", x[:, 1000:], step[1], step[2]), cache)["hidden_states_out"]
     error = np.abs(out.astype(np.float32) - expected).max() / np.sqrt((expected**2).mean())
-    assert error <= eager_vs_onnxruntime(unit, "fp16").allowed
+    assert error <= tolerance(("eager", "onnxruntime"), unit, "fp16").allowed

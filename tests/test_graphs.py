@@ -21,7 +21,7 @@ from exporter.feeds import step_feeds
 from exporter.graph_check import check_graph
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.tolerances import eager_vs_onnxruntime
+from exporter.tolerances import tolerance
 from exporter.trace import trace_fragment
 from tests.conftest import MAX_POSITIONS, TINY
 
@@ -120,7 +120,7 @@ def test_every_shape_of_the_grid_equals_eager(tiny_bundle, unit):
     bundle = tiny_bundle(unit, "fp32")
     steppers = EagerStepper.from_bundle(bundle), OnnxruntimeStepper.from_bundle(bundle)
     rng = np.random.default_rng(0)
-    allowed = eager_vs_onnxruntime(bundle.manifest.unit, "fp32").allowed
+    allowed = tolerance(("eager", "onnxruntime"), bundle.manifest.unit, "fp32").allowed
     name = bundle.manifest.contract.inputs[0].name
     for batch, seq_len, past_len in GRID:
         shape = (batch, seq_len) if unit == "model" else (batch, seq_len, TINY.hidden_size)

@@ -88,7 +88,7 @@ class OnnxruntimeStepper(Stepper):
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
         binding = self._session.io_binding()
-        held = [np.ascontiguousarray(feeds[spec.name]) for spec in self.contract.step_inputs]  # bound by address: kept alive
+        held = [np.ascontiguousarray(feeds[spec.name], numpy_dtype(spec.dtype)) for spec in self.contract.step_inputs]  # bound by address: kept alive
         for spec, array in zip(self.contract.step_inputs, held, strict=True):
             binding.bind_input(spec.name, "cpu", 0, self._types[spec.name], array.shape, array.ctypes.data)
         for spec in self.contract.step_outputs:
