@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def measure_operations(bundle: Bundle, comparer: Comparer, tables: dict) -> None
         for operation in audit(reference, observer).operations:
             entry = kinds.setdefault(operation_kind(operation.name), {"error": 0.0, "differing": 0.0})
             entry["error"] = max(entry["error"], round_up(operation.local))
-            entry["differing"] = max(entry["differing"], round_up(operation.differing))
+            if not math.isnan(operation.differing):
+                entry["differing"] = max(entry["differing"], round_up(operation.differing))
         observer.close()
 
 

@@ -139,6 +139,18 @@ class CompareRequest:
     cache_capacity: int | None = None
 
 
+@dataclass(frozen=True)
+class Control:
+    """How far right answers lie apart with these weights: the eager definition in float32, and in another arithmetic.
+
+    Both are the definition's own, whatever is compared: a wrong graph must not widen what it is judged by.
+    """
+
+    exact: Recording
+    rounded: Recording
+    description: str
+
+
 @dataclass
 class Comparer:
     """Runs the backends of one bundle one after the other, so that only one holds weights at a time."""
@@ -159,17 +171,16 @@ class Comparer:
                 recordings[name] = self.record(stepper)
                 descriptions[name] = stepper.description
         reference = backends[0]
-        control: list[tuple[Recording, str]] = []
+        control: Control | None = None
         results = []
         for name in backends[1:]:
             allowed = tolerance((reference, name), manifest.unit, manifest.dtype)
             comparisons = compare(recordings[reference], recordings[name], allowed)
             widened = None
             if not all(c.passed for c in comparisons):
-                if not control:
-                    control.append(self._control())
-                comparisons = judge_by_control(comparisons, recordings[reference], control[0][0])
-                widened = control[0][1]
+                control = control or self._control(recordings.get("eager"))
+                comparisons = judge_by_control(comparisons, control.exact, control.rounded)
+                widened = control.description if any(c.allowed > allowed.allowed for c in comparisons) else None
             tensors = tuple(TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons)
             results.append(BackendResult(name, descriptions[name], allowed, widened, tensors))
         results = self._audited(results, reference)
@@ -202,11 +213,12 @@ class Comparer:
         manifest = self.bundle.manifest
         return EagerStepper.from_weights(manifest.config, manifest.unit, dtype, manifest.max_positions, self.weights)
 
-    def _control(self) -> tuple[Recording, str]:
-        """The eager definition in another arithmetic: how far right answers lie apart with these weights."""
+    def _control(self, exact: Recording | None) -> Control:
         dtype = self.bundle.manifest.dtype
+        if exact is None:
+            exact = self.record(self._eager("fp32"))
         stepper = self._eager("fp64" if dtype == "fp32" else dtype)
-        return self.record(stepper), stepper.description
+        return Control(exact, self.record(stepper), stepper.description)
 
     def _twin(self) -> Path:
         folder = self.scratch / "twin"

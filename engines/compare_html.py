@@ -121,7 +121,7 @@ def _operations(audit: BackendAudit) -> str:
     rows = []
     for name, group in by_operation(audit.operations).items():
         worst = max(group, key=lambda o: (not o.passed, o.local))
-        differing = f"{max(o.differing for o in group):.2%}" if worst.budget.differing < 1 else ""
+        differing = "" if math.isnan(worst.differing) else f"{max(o.differing for o in group):.2%}"
         rows.append(
             [
                 escape(name), _figure(max(o.carried for o in group)), _figure(worst.local), _figure(worst.budget.error), differing,
@@ -141,7 +141,8 @@ def _worst_over_steps(operations: Sequence[OperationError]) -> list[OperationErr
     return list(worst.values())
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 320, 52, 40, 24
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1000, 360, 52, 80, 24
+RIGHT = 40
 SMALLEST = 1e-9  # what is exact is drawn at the bottom
 
 
@@ -152,7 +153,7 @@ def _error_plot(operations: list[OperationError]) -> str:
     high = max(high, low + 1)
 
     def x(index: float) -> float:
-        return LEFT + (WIDTH - LEFT - 12) * (index + 0.5) / len(operations)
+        return LEFT + (WIDTH - LEFT - RIGHT) * (index + 0.5) / len(operations)
 
     def y(error: float) -> float:
         exponent = math.log10(min(max(error, 10.0**low), 10.0**high))
@@ -161,7 +162,7 @@ def _error_plot(operations: list[OperationError]) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="error along the network">']
     for exponent in range(low, high + 1):
         level = y(10.0**exponent)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 12}" y1="{level:.1f}" y2="{level:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{level:.1f}" y2="{level:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{level + 4:.1f}" text-anchor="end">1e{exponent}</text>')
     parts += _layer_marks(operations, x)
     for kind, values in (
@@ -199,7 +200,7 @@ def _layer_marks(operations: list[OperationError], x) -> list[str]:
         marks.append(f'<line class="grid" x1="{x(index - 0.5):.1f}" x2="{x(index - 0.5):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
         if number % every == 0:
             marks.append(f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 16}">{layers[index]}</text>')
-    marks.append(f'<text x="{LEFT}" y="{HEIGHT - 6}">layer</text>')
+    marks.append(f'<text x="{LEFT}" y="{HEIGHT - BOTTOM + 36}">layer</text>')
     return marks
 
 

@@ -132,7 +132,7 @@ def _print_audit(audit: BackendAudit) -> None:
             f"{max(o.carried for o in group):.1e}",
             f"{worst.local:.1e}",
             f"{worst.budget.error:.1e}",
-            f"{max(o.differing for o in group):.2%}" if worst.budget.differing < 1 else "",
+            "" if math.isnan(worst.differing) else f"{max(o.differing for o in group):.2%}",
             f"{max(o.largest for o in group):,.4g}",
             layer_of(worst.name),
             "PASSED" if all(o.passed for o in group) else "FAILED",

@@ -6,6 +6,7 @@ outputs, and the past of every step is what the reference had cached by then.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,15 +63,21 @@ class StepperRunner(BaseRunner):
     def infer_impl(self, feed_dict: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         contract = self._stepper.contract
         if not contract.cache_pairs:
-            return OrderedDict(self._stepper.run(feed_dict))
+            return self._timed(feed_dict)
         pasts = [feed_dict[past] for past, _ in contract.cache_pairs]
         n_rows, capacity = pasts[0].shape[0], pasts[0].shape[2]
         cache = self._stepper.new_cache(n_rows, capacity)
         for row in range(n_rows):
             cache.write(row, [past[row] for past in pasts])
-        outputs = OrderedDict(self._stepper.run(feed_dict, cache))
+        outputs = self._timed(feed_dict, cache)
         outputs.update(_present(contract, cache, capacity))
         cache.free()
+        return outputs
+
+    def _timed(self, feed_dict: dict[str, np.ndarray], cache: Cache | None = None) -> OrderedDict[str, np.ndarray]:
+        started = time.perf_counter()
+        outputs = OrderedDict(self._stepper.run(feed_dict, cache))
+        self.inference_time = time.perf_counter() - started
         return outputs
 
 
