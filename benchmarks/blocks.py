@@ -1,4 +1,4 @@
-"""Time and peak memory of exporting, validating and compiling one full-size block, each command in a process of its own.
+"""Time and peak memory of exporting, validating, auditing and compiling one full-size block, each command in its own process.
 
 python -m benchmarks.blocks [MODEL ...]          writes benchmarks/records/blocks.json
 """
@@ -42,6 +42,7 @@ def measure_block(model: str, folder: Path) -> dict:
     figures = {
         "export, not validated": measure("exporter", "export", "--model", model, "--no-validate", "-o", bundle),
         "export and validate": measure("exporter", "export", "--model", model, "-o", bundle),
+        "compare and audit": measure("engines", "compare", bundle, "--audit", "--format", "json"),
         "compile": measure("engines", "build", bundle, "--backend", "tensorrt-rtx"),
     }
     record = json.loads((Path(bundle) / "engines.json").read_text())["engines"][0]

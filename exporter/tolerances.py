@@ -126,7 +126,7 @@ OPERATIONS: dict[str, tuple[float, float, float, float, str]] = {
     "norm": (16.0, 2.4, 2.4, 0.01, "two roundings, one before the weight; float32 statistics"),
     "projection": (512.0, 1.2, 1.2, 1.0, "a float32 sum in any order, rounded once"),
     "rope": (8.0, 1.2, 1.2, 0.01, "float32 rotation, rounded once"),
-    "scores": (256.0, 40.0, 40.0, 1.0, "queries and keys each scaled by a rounded root of the scale, and rounded"),
+    "scores": (256.0, 24.0, 24.0, 1.0, "queries and keys each scaled by a rounded root of the scale, and rounded"),
     "attention": (512.0, 8.0, 8.0, 1.0, "rounded scores and weights; a float32 sum, rounded once"),
     "silu": (256.0, 2.4, 2.4, 1.0, "sigmoid and product each rounded"),
     "product": (2.0, 1.2, 1.2, 0.01, "rounded once"),

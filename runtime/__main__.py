@@ -16,11 +16,12 @@ from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
 from exporter.errors import InputError
+from exporter.tokenizer import encode, open_tokenizer
 from runtime.backends import BACKENDS
 from runtime.generation import Generation
 from runtime.sampling import Sampler
 from runtime.session import DecodeSession
-from runtime.text import TextStream, encode, open_tokenizer
+from runtime.text import TextStream
 
 
 def _parser() -> argparse.ArgumentParser:

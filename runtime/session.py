@@ -60,6 +60,7 @@ class DecodeSession:
 
     def __init__(self, bundle: Bundle, stepper: Stepper, max_batch: int, cache_capacity: int) -> None:
         self.manifest = bundle.manifest
+        self._folder = bundle.folder
         self.backend, self.description = stepper.backend, stepper.description
         self.max_batch, self.cache_capacity = max_batch, cache_capacity
         self.memory = plan_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
@@ -387,7 +388,7 @@ class DecodeSession:
         if bad:
             raise NumericalError(
                 f"{self._output.name}: inf or NaN in {', '.join(bad)}; the session is as before this step; "
-                "export with --dtype bf16 or fp32, or look at the model's largest activations"
+                f"find the layer and operation with `python -m engines compare {self._folder} --audit`, or export with --dtype bf16 or fp32"
             )
 
     def _check_open(self) -> None:

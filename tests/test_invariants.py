@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engines.interpreter.stepper import InterpreterStepper
 from exporter.feeds import step_feeds
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -20,17 +21,19 @@ from tests.cuda_double import double_session
 CAPACITY = 24
 TOLERANCE = 2e-5  # float32 sums in another order; 2e-6 was the largest seen
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-BACKENDS = ("eager", "onnxruntime", "tensorrt")  # TensorRT over the double
+BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")  # TensorRT over the double
 seeds = st.integers(0, 2**32 - 1)
 
 
 def open_session(bundle, backend):
     if backend == "tensorrt":
         return double_session(bundle, max_batch=4, cache_capacity=CAPACITY)
+    if backend == "interpreter":
+        return DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), 4, CAPACITY)
     return DecodeSession.open(bundle.folder, backend=backend, max_batch=4, cache_capacity=CAPACITY)
 
 
-@pytest.fixture(scope="module", params=[(b, u) for b in BACKENDS for u in ("stack", "model")], ids=lambda p: "-".join(p))
+@pytest.fixture(scope="module", params=[(b, u) for b in BACKENDS for u in ("stack", "model") if (b, u) != ("interpreter", "model")], ids=lambda p: "-".join(p))
 def session(request, tiny_bundle):
     backend, unit = request.param
     with open_session(tiny_bundle(unit), backend) as session:
@@ -230,7 +233,7 @@ def test_i7_left_padding_that_the_mask_hides_changes_nothing(stepper, seed, pad,
     same(got[1], expected[1])
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "interpreter"])
 def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(backend, tmp_path):
     from exporter.bundle import Bundle
     from exporter.catalogue import ModelConfig
@@ -253,7 +256,7 @@ def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(bac
 
     unit = Unit.parse("block", config)
     export_bundle(ExportRequest(config, unit, Uniform(config, 0), "fp32"), tmp_path / "bundle", validated=False)
-    stepper = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper}[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
+    stepper = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper, "interpreter": InterpreterStepper}[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
     cache = stepper.new_cache(1, 16)
     x = np.random.default_rng(0).standard_normal((1, 2, 16)).astype(np.float32)
     feeds = step_feeds("hidden_states", x, np.array([3]), np.array([2]))

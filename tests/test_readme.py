@@ -47,13 +47,14 @@ def test_every_command_parses(command):
     assert parser.parse_args(arguments).run
 
 
-def test_polygraphy_reads_and_compiles_what_build_leaves(tmp_path):
+def test_polygraphy_reads_compiles_and_compares_what_we_leave_it(tmp_path):
     (script,) = [text for kind, text in BLOCKS if kind == "bash" and "polygraphy" in text]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "past_key_values.0.key [dtype=float16, shape=('batch_size', 3, 1024, 64)]" in result.stdout
     assert (tmp_path / "build" / "block.engine").stat().st_size > 5e6
+    assert "PASSED" in result.stdout.splitlines()[-1]
 
 
 def test_the_make_targets_exist():

@@ -1,0 +1,33 @@
+"""The tokenizer that travels with a whole model's bundle."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from exporter.bundle import Bundle
+from exporter.errors import BundleError, InputError
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer:
+    """The tokenizer that travels with a whole model's bundle.
+
+    Raises:
+        BundleError: the bundle has none.
+    """
+    path = bundle.folder / "tokenizer.json"
+    if path.name not in bundle.manifest.files:
+        raise BundleError(f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one")
+    return Tokenizer.from_file(str(path))
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A prompt's tokens.
+
+    Raises:
+        InputError: it is not valid Unicode.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt: it is not valid UTF-8 at character {error.start}; give text") from None
+    return tokenizer.encode(prompt).ids
