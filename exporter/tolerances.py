@@ -171,3 +171,32 @@ def measured_output_errors() -> dict[str, dict[str, dict[str, dict[str, float]]]
     return _measured()["outputs"]
 
 
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AgreementFloor:
+    """What teacher-forced decoding of real text must reach against transformers in float32.
+
+    Attributes:
+        top1: least share of positions with the same most likely token.
+        largest_kl: largest KL divergence at any position, nats.
+        measured: top-1 and largest KL of the worst backend, on SmolLM2-135M (benchmarks/records/agreement.json).
+    """
+
+    top1: float
+    largest_kl: float
+    measured: tuple[float, float]
+
+
+AGREEMENT = {
+    "fp32": AgreementFloor(1.0, 1e-8, (1.0, 2.8e-10)),
+    "fp16": AgreementFloor(0.97, 2e-3, (0.997, 2.6e-4)),
+    "bf16": AgreementFloor(0.94, 5e-2, (0.962, 1.9e-2)),
+}
+
+
+def agreement_floor(dtype: str) -> AgreementFloor:
+    return AGREEMENT[dtype]

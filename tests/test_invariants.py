@@ -33,7 +33,10 @@ def open_session(bundle, backend):
     return DecodeSession.open(bundle.folder, backend=backend, max_batch=4, cache_capacity=CAPACITY)
 
 
-@pytest.fixture(scope="module", params=[(b, u) for b in BACKENDS for u in ("stack", "model") if (b, u) != ("interpreter", "model")], ids=lambda p: "-".join(p))
+SESSIONS = [(b, u) for b in BACKENDS for u in ("stack", "model") if (b, u) != ("interpreter", "model")]
+
+
+@pytest.fixture(scope="module", params=SESSIONS, ids=lambda p: "-".join(p))
 def session(request, tiny_bundle):
     backend, unit = request.param
     with open_session(tiny_bundle(unit), backend) as session:
@@ -256,7 +259,8 @@ def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(bac
 
     unit = Unit.parse("block", config)
     export_bundle(ExportRequest(config, unit, Uniform(config, 0), "fp32"), tmp_path / "bundle", validated=False)
-    stepper = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper, "interpreter": InterpreterStepper}[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
+    kinds = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper, "interpreter": InterpreterStepper}
+    stepper = kinds[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
     cache = stepper.new_cache(1, 16)
     x = np.random.default_rng(0).standard_normal((1, 2, 16)).astype(np.float32)
     feeds = step_feeds("hidden_states", x, np.array([3]), np.array([2]))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from exporter.contract import Unit
 from exporter.tolerances import (
+    AGREEMENT,
     OPERATIONS,
     OUTPUTS,
     measured_operation_errors,
@@ -60,3 +63,15 @@ def test_the_order_of_backends_and_the_kind_of_tensorrt_do_not_matter():
     unit = Unit("block")
     assert tolerance(("interpreter", "eager"), unit, "fp16") == tolerance(("eager", "tensorrt"), unit, "fp16")
     assert tolerance(("interpreter", "onnxruntime"), unit, "fp16") == tolerance(("onnxruntime", "tensorrt"), unit, "fp16")
+
+
+def test_the_agreement_floors_stand_beside_the_record():
+    from benchmarks.agreement import RECORD
+
+    rows = json.loads(RECORD.read_text())["rows"]
+    assert {(row["dtype"], row["backend"]) for row in rows} >= {("fp32", "onnxruntime"), ("fp16", "onnxruntime"), ("bf16", "interpreter")}
+    for dtype, floor in AGREEMENT.items():
+        of_dtype = [row for row in rows if row["dtype"] == dtype]
+        worst = (min(row["top1"] for row in of_dtype), max(row["largest_kl"] for row in of_dtype))
+        assert floor.measured == pytest.approx(worst, rel=0.1)
+        assert floor.top1 <= worst[0] and worst[1] <= floor.largest_kl
