@@ -59,7 +59,7 @@ def measure_block(model: str, folder: Path) -> dict:
 def main() -> None:
     """Measures the models named, or both, prints a table and writes the record."""
     models = sys.argv[1:] or MODELS
-    with tempfile.TemporaryDirectory(dir=".") as scratch:
+    with tempfile.TemporaryDirectory(dir="build") as scratch:
         blocks = {model: measure_block(model, Path(scratch)) for model in models}
     for model, figures in blocks.items():
         for name, value in figures.items():

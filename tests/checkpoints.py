@@ -1,4 +1,4 @@
-"""Writes small Hugging Face checkpoints whose weights are known: those of RandomWeights, under Hugging Face's names and row order."""
+"""Writes checkpoints whose weights are known, in both formats: names and row orders are spelled out here, not taken from the loaders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from exporter.catalogue import ModelConfig
 from exporter.contract import Unit, weight_shapes
-from exporter.weights import RandomWeights
+from exporter.weights import RandomWeights, WeightSource
 
 ABSENT = object()  # an override that leaves the key out of config.json
 LAYER_PARTS = {
@@ -25,16 +25,35 @@ LAYER_PARTS = {
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
+META_PARTS = {
+    "attention.q_proj": "attention.wq",
+    "attention.k_proj": "attention.wk",
+    "attention.v_proj": "attention.wv",
+    "attention.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+META_MODEL_PARTS = {"embedding": "tok_embeddings", "norm": "norm", "lm_head": "output"}
 MODEL_PARTS = {"embedding": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"}
 
 
 def write_huggingface(
-    folder: Path, config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32, shards: int = 1, **config_overrides: object
+    folder: Path,
+    config: ModelConfig,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    source: WeightSource | None = None,
+    **config_overrides: object,
 ) -> Path:
-    """Writes config.json and safetensors (with an index where shards > 1) that hold RandomWeights(config, seed); returns the folder."""
+    """Writes config.json and safetensors, with an index where shards > 1; returns the folder.
+
+    The weights are those of `source`, by default RandomWeights(config, seed).
+    """
     folder.mkdir(parents=True)
     write_json(folder / "config.json", huggingface_config(config, **config_overrides))
-    source = RandomWeights(config, seed)
+    source = source or RandomWeights(config, seed)
     tensors = {}
     for name in canonical_names(config):
         tensor = source.read(name)
@@ -92,6 +111,26 @@ def huggingface_name(name: str) -> str:
     if parts[0] == "blocks":
         return f"model.layers.{parts[1]}.{LAYER_PARTS[parts[2]]}.weight"
     return f"{MODEL_PARTS[parts[0]]}.weight"
+
+
+def meta_name(name: str) -> str:
+    parts = name.removesuffix(".weight").split(".", 2)
+    if parts[0] == "blocks":
+        return f"layers.{parts[1]}.{META_PARTS.get(parts[2], parts[2])}.weight"
+    return f"{META_MODEL_PARTS[parts[0]]}.weight"
+
+
+def meta_shards(config: ModelConfig, source: WeightSource, shards: int, embedding_axis: int = 0) -> list[dict[str, torch.Tensor]]:
+    """The weights of a source, split as a model-parallel run of `shards` saves them; an output head is always among them."""
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(shards)]
+    for name in dict.fromkeys((*canonical_names(config), "lm_head.weight")):
+        tied = config.tie_word_embeddings and name == "lm_head.weight"
+        tensor = source.read("embedding.weight" if tied else name)
+        axis = embedding_axis if name == "embedding.weight" else 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        pieces = tensor.chunk(shards, axis) if tensor.dim() == 2 else [tensor] * shards
+        for part, piece in zip(parts, pieces, strict=True):
+            part[meta_name(name)] = piece.clone()
+    return parts
 
 
 def half_split_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:

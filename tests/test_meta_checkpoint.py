@@ -16,16 +16,11 @@ from exporter.contract import Unit, weight_shapes
 from exporter.errors import CheckpointError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.weights import RandomWeights
-from tests.checkpoints import write_huggingface
+from tests.checkpoints import meta_shards, write_huggingface
 
 CONFIG = catalogue.ModelConfig(
     hidden_size=96, n_layers=2, n_heads=6, n_kv_heads=3, head_dim=16, intermediate_size=96, vocab_size=99, context_length=128, rope_theta=500_000.0
 )
-NAMES = {
-    "attention.q_proj": "attention.wq", "attention.k_proj": "attention.wk", "attention.v_proj": "attention.wv", "attention.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
-}  # fmt: skip
-MODEL_NAMES = {"embedding.weight": "tok_embeddings.weight", "lm_head.weight": "output.weight", "norm.weight": "norm.weight"}
 N_TENSORS = 2 * 9 + 3
 
 
@@ -37,25 +32,10 @@ def tiny_catalogue(monkeypatch):
         monkeypatch.setitem(catalogue.CATALOGUE, name, config)
 
 
-def stored_name(name: str) -> str:
-    if name in MODEL_NAMES:
-        return MODEL_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    rest = rest.removesuffix(".weight")
-    return f"layers.{layer}.{NAMES.get(rest, rest)}.weight"
-
-
 def write_meta(folder, shards=1, embedding_axis=0, params=None, change=lambda shards: None, tied=False):
     """The weights of RandomWeights(CONFIG, 0), split as a model-parallel run of `shards` saves them."""
     folder.mkdir()
-    source = RandomWeights(CONFIG, 0)
-    parts: list[dict] = [{} for _ in range(shards)]
-    for name in weight_shapes(CONFIG, Unit("model", n_layers=CONFIG.n_layers)):
-        tensor = source.read("embedding.weight" if tied and name == "lm_head.weight" else name)
-        axis = embedding_axis if name == "embedding.weight" else 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
-        pieces = tensor.chunk(shards, axis) if tensor.dim() == 2 else [tensor] * shards
-        for part, piece in zip(parts, pieces, strict=True):
-            part[stored_name(name)] = piece.clone()
+    parts = meta_shards(dataclasses.replace(CONFIG, tie_word_embeddings=tied), RandomWeights(CONFIG, 0), shards, embedding_axis)
     for part in parts:
         part["rope.freqs"] = torch.ones(8)
     change(parts)

@@ -1,4 +1,4 @@
-"""What both checkpoint formats share: reading JSON, the generation's end tokens, the tokenizer's files, and coverage."""
+"""What both checkpoint formats share: JSON, the generation's end tokens, the tokenizer's files, coverage, tied heads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+
 from exporter.bundle import TOKENIZER_FILES
 from exporter.errors import CheckpointError
+from exporter.weights import WeightSource
+
+_COLUMNS = 128  # of a vocabulary-sized matrix at a time
 
 
 def read_json(path: Path) -> dict:
@@ -52,6 +57,16 @@ def check_coverage(folder: Path, found: set[str], expected: set[str], optional: 
             f"checkpoint {folder}: {len(expected & found)} of {len(expected)} expected tensors found; "
             f"missing {listed(missing)}; unexpected {listed(unexpected)}"
         )
+
+
+def head_is_embedding(weights: WeightSource, hidden_size: int) -> bool:
+    """Whether the output head is bit-equal to the embedding, so that one matrix can serve for both; a slice at a time."""
+    for start in range(0, hidden_size, _COLUMNS):
+        columns = slice(start, min(start + _COLUMNS, hidden_size))
+        head, embedding = (weights.read(name, columns) for name in ("lm_head.weight", "embedding.weight"))
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            return False
+    return True
 
 
 def listed(names: Iterable[str]) -> str:

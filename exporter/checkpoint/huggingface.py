@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exporter.catalogue import ModelConfig, RopeScaling
-from exporter.checkpoint.folder import check_coverage, end_token_ids, listed, read_json, tokenizer_files
+from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, listed, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
 from exporter.contract import Unit, weight_shapes
 from exporter.errors import CheckpointError, InputError
@@ -45,9 +45,13 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
         config = parse_config(data)
     except InputError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
+    weights = HuggingFaceWeights(folder, config)
+    if not config.tie_word_embeddings and head_is_embedding(weights, config.hidden_size):
+        config = replace(config, tie_word_embeddings=True)
+        weights = HuggingFaceWeights(folder, config)
     return Checkpoint(
         config=config,
-        weights=HuggingFaceWeights(folder, config),
+        weights=weights,
         end_token_ids=end_token_ids(folder, data),
         tokenizer_files=tokenizer_files(folder),
     )
@@ -197,8 +201,7 @@ class HuggingFaceWeights:
             raise CheckpointError(f"{self._files[stored]}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}")
 
     def _check_tied(self) -> None:
-        head, embedding = (self._handle(name).get_tensor(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
-        if not torch.equal(head, embedding):
+        if not head_is_embedding(self, self._config.hidden_size):
             raise CheckpointError(
                 f"checkpoint {self._folder}: config.json ties the output head to the embedding, but lm_head.weight differs from it; "
                 "set tie_word_embeddings to false if the head is meant to be its own"

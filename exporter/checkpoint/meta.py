@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exporter.catalogue import ModelConfig, RopeScaling, WidthRule, lookup
-from exporter.checkpoint.folder import check_coverage, end_token_ids, read_json, tokenizer_files
+from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
 from exporter.contract import Unit, weight_shapes
 from exporter.errors import CheckpointError, InputError
@@ -57,7 +57,7 @@ def open_meta(folder: Path, model: str | None) -> Checkpoint:
     except (InputError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
     weights = MetaWeights(folder, config, shards)
-    if weights.head_is_tied():
+    if head_is_embedding(weights, config.hidden_size):
         config = replace(config, tie_word_embeddings=True)
         weights = MetaWeights(folder, config, shards)
     return Checkpoint(config, weights, end_token_ids(folder, params), tokenizer_files(folder))
@@ -180,10 +180,6 @@ class MetaWeights:
                 return axis
         shapes = [list(piece.shape) for piece in pieces]
         raise CheckpointError(f"checkpoint {self._folder}: {name} has shapes {shapes} in its shards, expected {list(shape)} once merged")
-
-    def head_is_tied(self) -> bool:
-        """Whether an output head is there and bit-equal to the embedding, so that one matrix can serve for both."""
-        return not self._config.tie_word_embeddings and torch.equal(self.read("lm_head.weight"), self.read("embedding.weight"))
 
     def read(self, name: str, columns: slice = slice(None)) -> Tensor:
         stored = _stored_name(name)
