@@ -20,7 +20,7 @@ PROMPT ?= The capital of France is
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect compare decode generate run test gpu-check lint clean
+.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench-peers gpu-check lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
@@ -71,11 +71,14 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 test: $(READY) checkpoint ## set up and run the tests
 	$(BIN)/python -m pytest
 
+bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxruntime-genai) under build/peers
+	$(BIN)/python -m benchmarks.peers.environments
+
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
 lint: $(READY) ## check the code's style
 	$(BIN)/ruff check .
 
-clean: ## remove what was built; the checkpoints stay
-	find build -mindepth 1 -maxdepth 1 ! -name checkpoints -exec rm -rf {} + 2>/dev/null || true
+clean: ## remove what was built; checkpoints and peers stay
+	find build -mindepth 1 -maxdepth 1 ! -name checkpoints ! -name peers -exec rm -rf {} + 2>/dev/null || true

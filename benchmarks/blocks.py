@@ -6,34 +6,15 @@ python -m benchmarks.blocks [MODEL ...]          writes benchmarks/records/block
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.machine import machine, stamp
+from benchmarks.processes import measure
 
 MODELS = ("llama3-8b", "llama3-70b")
 RECORD = Path(__file__).parent / "records" / "blocks.json"
-
-
-def measure(*command: str) -> dict[str, float]:
-    """Runs one command; returns its wall time in seconds and its largest resident size in bytes.
-
-    Raises:
-        RuntimeError: it failed; the message has its stderr.
-    """
-    started = time.perf_counter()
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen([sys.executable, "-m", *command], stderr=errors, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
-        if os.waitstatus_to_exitcode(status):
-            errors.seek(0)
-            raise RuntimeError(f"{' '.join(command)}: {errors.read().decode()}")
-    return {"seconds": round(seconds, 2), "peak_memory_bytes": usage.ru_maxrss * 1024}
 
 
 def measure_block(model: str, folder: Path) -> dict:

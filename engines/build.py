@@ -25,7 +25,7 @@ from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, ch
 from engines.progress import BuildProgress
 from engines.records import EngineRecord, publish, read_records
 from engines.source import check_attention_nodes, check_cache_axes, fix_capacity, input_axes, load_source
-from exporter.bundle import GRAPH_FILE, Bundle, Manifest, sha256_of
+from exporter.bundle import GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.errors import CheckFailed, InputError
 from exporter.memory import peak_memory_bytes
@@ -80,6 +80,7 @@ def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> P
         BackendError: the backend cannot honour an option or has no kernel for the graph.
     """
     manifest = bundle.manifest
+    check_in_place(bundle)
     capacity = None
     if manifest.unit.has_cache:
         capacity = check_cache_capacity(request.cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)

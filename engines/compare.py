@@ -17,7 +17,7 @@ from engines.cuda import RuntimeCuda
 from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, Observer, StepperObserver
 from engines.tensorrt_stepper import find_engine, open_tensorrt
-from exporter.bundle import Bundle
+from exporter.bundle import Bundle, check_in_place
 from exporter.contract import Contract, check_cache_capacity, graph_contract
 from exporter.errors import BackendError, InputError
 from exporter.scenarios import RunLimits
@@ -285,6 +285,7 @@ def compare_bundle(
         BackendError: a backend that was asked for cannot run here.
         CheckFailed: TensorRT's parser refuses the graph.
     """
+    check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
     manifest = bundle.manifest
     if weights is None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.contract import Contract, numpy_dtype
 from exporter.steppers.eager import EagerStepper, to_numpy, to_torch
+from exporter.steppers.onnxruntime_stepper import open_session
 from exporter.steppers.protocol import HostCache
 
 Values = dict[str, np.ndarray]  # by name
@@ -104,10 +105,7 @@ class GraphObserver(Observer):
         self._cut: onnxruntime.InferenceSession | None = None
 
     def _session(self, model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(self._path.parent.absolute()))
-        return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return open_session(model.SerializeToString(), data_folder=self._path.parent)
 
     def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
         session, inputs = self._tapped, {}

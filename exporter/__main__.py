@@ -42,6 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     validate = commands.add_parser("validate", help="compare a bundle's graph in onnxruntime with the eager definition")
     validate.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
     validate.add_argument("--seed", type=int, default=0, help="of the random inputs (default 0)")
+    validate.add_argument(
+        "--by-layer", action=argparse.BooleanOptionalAction, help="one block at a time, in the memory of one (default: where the whole would not fit)"
+    )
     cli.add_format(validate)
     validate.set_defaults(run=_validate)
 
@@ -68,7 +71,13 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument(
         "--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)"
     )
-    export.add_argument("--logits", default="last", metavar="WHICH", help=f"a model's logits: one of {', '.join(LOGITS)} (default last)")
+    export.add_argument("--logits", metavar="WHICH", help=f"a model's logits: one of {', '.join(LOGITS)} (default last; all where the cache grows)")
+    export.add_argument(
+        "--cache",
+        default="in_place",
+        metavar="HOW",
+        help="in_place (default), or growing: past in, present out, as optimum and onnxruntime-genai drive a model",
+    )
     export.add_argument("--no-validate", action="store_true", help="skip the comparison with the eager definition")
     export.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to make; an older bundle there is replaced")
 
@@ -187,7 +196,7 @@ def _request(arguments: argparse.Namespace):
         weights = RandomWeights(config, arguments.seed)
         provenance = {"model": arguments.model}
         cli.say(f"weights: random, from seed {arguments.seed}; give --checkpoint for real ones")
-    unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits)
+    unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits, arguments.cache)
     from exporter.export import ExportRequest
 
     return ExportRequest(
@@ -207,7 +216,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     from exporter.export import validate_bundle
 
     bundle = Bundle.open(arguments.bundle)
-    section, comparisons = validate_bundle(bundle, seed=arguments.seed)
+    section, comparisons = validate_bundle(bundle, seed=arguments.seed, by_layer=arguments.by_layer, say=cli.say)
     bundle.write_report(bundle.read_report() | {"validation": section})
     if arguments.format == "json":
         cli.print_json(section)

@@ -5,6 +5,7 @@ Tracing costs the same for one block as for eighty; a test proves the result equ
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,7 +14,21 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from exporter import __version__, traced
 from exporter.catalogue import ModelConfig
-from exporter.contract import BATCH, CAPACITY, IR_VERSION, ONNX_TYPES, OPSET, SEQUENCE, TOTAL, Contract, TensorSpec, Unit, graph_contract
+from exporter.contract import (
+    BATCH,
+    CAPACITY,
+    IR_VERSION,
+    ONNX_TYPES,
+    OPSET,
+    PAST,
+    SEQUENCE,
+    TOTAL,
+    Contract,
+    TensorSpec,
+    Unit,
+    graph_contract,
+    numpy_dtype,
+)
 from exporter.trace import Fragment, trace_fragment
 
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
@@ -36,6 +51,10 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass
@@ -83,33 +102,39 @@ class _Assembly:
     def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool) -> None:
         """Adds a block, stack or model: prologue, embedding where there is one, every block, epilogue."""
         step = self.values
-        cos, sin, visible, total, real = self._prologue(config, max_positions)
+        growing = unit.cache == "growing"
+        shared, real = self._prologue(config, max_positions, growing)
         if unit.kind == "model":
             embedding = _embedding_fragment(config, self.dtype)
             (hidden,) = self.add(embedding, [step["input_ids"]], "", {"weight": ("embedding.weight", "embedding.weight", False)})
         else:
             hidden = step["hidden_states"]
-        block = _block_fragment(config, self.dtype, float32_attention)
+        block = _block_fragment(config, self.dtype, float32_attention, growing)
         for layer in range(unit.n_layers):
             cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
             weights = {name: _block_weight(name, layer, unit.first_layer) for name in block.parameters}
-            arguments = [hidden, cos, sin, visible, total, step["write_indices"], *cache]
-            hidden, key, value = self.add(block, arguments, f"blocks.{layer}.", weights)
+            hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
         self._epilogue(config, unit, hidden, real)
 
-    def _prologue(self, config: ModelConfig, max_positions: int) -> list[ir.Value]:
-        arguments = [self.values[name] for name in ("position_ids", "write_indices", "attention_mask")]
+    def _prologue(self, config: ModelConfig, max_positions: int, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
+        """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
         tables = dict(zip(("rope_cos", "rope_sin"), ((name, name, False) for name in ROPE_TABLES), strict=True))
-        return self.add(_prologue_fragment(config, max_positions), arguments, "", tables)
+        names = ("position_ids", "attention_mask") if growing else ("position_ids", "write_indices", "attention_mask")
+        results = self.add(_prologue_fragment(config, max_positions, growing), [self.values[name] for name in names], "", tables)
+        if growing:
+            return results, None
+        *shared, real = results
+        return [*shared, self.values["write_indices"]], real
 
-    def _epilogue(self, config: ModelConfig, unit: Unit, hidden: ir.Value, real: ir.Value) -> None:
+    def _epilogue(self, config: ModelConfig, unit: Unit, hidden: ir.Value, real: ir.Value | None) -> None:
         if unit.kind != "model":
             (self.outputs["hidden_states_out"],) = self.add(_zero_pads_fragment(config, self.dtype), [hidden, real], "", {})
             return
         head = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
         weights = {"weight": (head, head, False), "norm.weight": ("norm.weight", "norm.weight", False)}
-        arguments = [hidden, self.values["write_indices"], self.values["attention_mask"]]
+        names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
+        arguments = [hidden, *(self.values[name] for name in names)]
         (self.outputs["logits"],) = self.add(_head_fragment(config, self.dtype, unit.logits), arguments, "", weights)
 
     def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]) -> list[ir.Value]:
@@ -189,12 +214,11 @@ def _component_fragment(config: ModelConfig, component: str, dtype: str, float32
 
 
 @lru_cache
-def _prologue_fragment(config: ModelConfig, max_positions: int) -> Fragment:
-    inputs = [
-        _spec("position_ids", "int64", BATCH, SEQUENCE),
-        _spec("write_indices", "int64", BATCH),
-        _spec("attention_mask", "int64", BATCH, TOTAL),
-    ]
+def _prologue_fragment(config: ModelConfig, max_positions: int, growing: bool) -> Fragment:
+    positions, mask = _spec("position_ids", "int64", BATCH, SEQUENCE), _spec("attention_mask", "int64", BATCH, TOTAL)
+    if growing:
+        return trace_fragment(lambda: traced.GrowingPrologue(config, max_positions), "fp32", [positions, mask], ["cos", "sin", "visible"])
+    inputs = [positions, _spec("write_indices", "int64", BATCH), mask]
     return trace_fragment(lambda: traced.Prologue(config, max_positions), "fp32", inputs, ["cos", "sin", "visible", "total", "real"])
 
 
@@ -204,19 +228,19 @@ def _embedding_fragment(config: ModelConfig, dtype: str) -> Fragment:
 
 
 @lru_cache
-def _block_fragment(config: ModelConfig, dtype: str, float32_attention: bool) -> Fragment:
-    cache_axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
+def _block_fragment(config: ModelConfig, dtype: str, float32_attention: bool, growing: bool) -> Fragment:
+    cache_axes = (BATCH, config.n_kv_heads, PAST if growing else CAPACITY, config.head_dim)
+    block = traced.GrowingBlock if growing else traced.TracedBlock
     inputs = [
         _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
         _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
         _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
         _spec("visible", "bool", BATCH, 1, SEQUENCE, TOTAL),
-        _spec("total", "int64", 1),
-        _spec("write_indices", "int64", BATCH),
+        *([] if growing else [_spec("total", "int64", 1), _spec("write_indices", "int64", BATCH)]),
         _spec("past_key", dtype, *cache_axes),
         _spec("past_value", dtype, *cache_axes),
     ]
-    return trace_fragment(lambda: traced.TracedBlock(config, float32_attention), dtype, inputs, ["out", "present_key", "present_value"])
+    return trace_fragment(lambda: block(config, float32_attention), dtype, inputs, ["out", "present_key", "present_value"])
 
 
 @lru_cache
@@ -227,11 +251,9 @@ def _zero_pads_fragment(config: ModelConfig, dtype: str) -> Fragment:
 
 @lru_cache
 def _head_fragment(config: ModelConfig, dtype: str, logits: str) -> Fragment:
-    inputs = [
-        _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
-        _spec("write_indices", "int64", BATCH),
-        _spec("attention_mask", "int64", BATCH, TOTAL),
-    ]
+    x = _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size)
+    last = [_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL)]
+    inputs = [x, *(last if logits == "last" else [])]
     return trace_fragment(lambda: traced.Head(config, logits), dtype, inputs, ["logits"])
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.catalogue import ModelConfig
-from exporter.contract import COMPONENTS, DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
+from exporter.contract import CACHES, COMPONENTS, DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
 from exporter.errors import BundleError, InputError
 
 FORMAT_VERSION = 1
@@ -34,7 +34,8 @@ MANIFEST_FILE = "manifest.json"
 REPORT_FILE = "report.json"
 ENGINES_FILE = "engines.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-OWN_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE, REPORT_FILE, ENGINES_FILE, *TOKENIZER_FILES)
+GENAI_CONFIG_FILE = "genai_config.json"
+OWN_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE, REPORT_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, *TOKENIZER_FILES)
 
 _MANIFEST_KEYS = {
     "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "opset", "max_positions", "weights", "end_token_ids",
@@ -80,6 +81,7 @@ class Manifest:
             "first_layer": self.unit.first_layer,
             "n_layers": self.unit.n_layers,
             "logits": self.unit.logits,
+            "cache": self.unit.cache,
         }
         return to_json(
             {
@@ -154,6 +156,8 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
         return f"got dtype {manifest.dtype!r}, expected one of {', '.join(DTYPES)}"
     if unit.kind not in UNIT_KINDS or unit.logits not in LOGITS:
         return f"got unit {unit.kind!r} with logits {unit.logits!r}"
+    if unit.cache not in CACHES or (unit.cache == "growing" and (unit.kind, unit.logits) != ("model", "all")):
+        return f"got cache {unit.cache!r} for unit {unit.kind!r} with logits {unit.logits!r}"
     if unit.component not in (COMPONENTS if unit.kind == "component" else (None,)):
         return f"got component {unit.component!r} for unit {unit.kind}"
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (unit.first_layer, unit.n_layers))
@@ -255,6 +259,19 @@ class Bundle:
 
     def write_report(self, report: dict) -> None:
         write_atomically(self.folder / REPORT_FILE, to_json(report))
+
+
+def check_in_place(bundle: Bundle) -> None:
+    """Refuses a bundle whose cache grows, where it must be updated in place.
+
+    Raises:
+        InputError: names the runtimes such a bundle is for.
+    """
+    if bundle.manifest.unit.cache != "in_place":
+        raise InputError(
+            f"bundle {bundle.folder}: its cache grows, expected one updated in place; it is for optimum and onnxruntime-genai, "
+            "export another one without --cache growing"
+        )
 
 
 def to_json(data: object) -> str:

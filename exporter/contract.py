@@ -23,11 +23,13 @@ IR_VERSION = 12  # the first that may carry opset 24
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"
 TOTAL = "total_sequence_length"  # cache rows this step reads
+PAST = "past_sequence_length"  # cache rows before this step, of a cache that grows
 CAPACITY = "cache_capacity"  # cache rows allocated
 
 UNIT_KINDS = ("block", "stack", "model", "component")
 COMPONENTS = ("prepare_qkv", "repeat_kv", "attention", "merge_project", "swiglu_mlp", "rms_norm")
 LOGITS = ("last", "all")
+CACHES = ("in_place", "growing")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Unit:
         first_layer: index, in the model, of the first block covered; blocks are numbered from 0 inside the graph.
         n_layers: blocks covered; 1 for a component.
         logits: for a model, "last" (each row's last real token) or "all".
+        cache: "in_place", one buffer per tensor of a fixed capacity; or for a model "growing", a past of P rows in and a
+            present of P + T rows out, as optimum and onnxruntime-genai drive it.
     """
 
     kind: str
@@ -84,10 +88,11 @@ class Unit:
     first_layer: int = 0
     n_layers: int = 1
     logits: str = "last"
+    cache: str = "in_place"
 
     @classmethod
-    def parse(cls, text: str, config: ModelConfig, layers: str | None = None, logits: str = "last") -> Unit:
-        """Reads `--unit`, `--layers` and `--logits` as a user writes them.
+    def parse(cls, text: str, config: ModelConfig, layers: str | None = None, logits: str | None = None, cache: str = "in_place") -> Unit:
+        """Reads `--unit`, `--layers`, `--logits` and `--cache` as a user writes them; logits are by default those the cache asks for.
 
         Raises:
             InputError: an unknown unit or component, or layers that this model or unit does not have.
@@ -97,6 +102,11 @@ class Unit:
             raise InputError(f"unit: got {text!r}, expected block, stack, model or component:NAME")
         if kind == "component" and component not in COMPONENTS:
             raise InputError(f"component: got {component!r}, expected one of {', '.join(COMPONENTS)}")
+        if cache not in CACHES:
+            raise InputError(f"cache: got {cache!r}, expected one of {', '.join(CACHES)}")
+        if cache == "growing" and (kind != "model" or logits == "last"):
+            raise InputError(f"cache: got growing for unit {text} with logits {logits or 'all'}, expected a model with all logits, as its drivers")
+        logits = logits or ("all" if cache == "growing" else "last")
         if logits not in LOGITS:
             raise InputError(f"logits: got {logits!r}, expected one of {', '.join(LOGITS)}")
         if logits != "last" and kind != "model":
@@ -107,11 +117,12 @@ class Unit:
             raise InputError(f"layers: got {layers!r} for unit {text}, expected one layer such as {first}:{first + 1}; use --unit stack for several")
         if kind == "model" and first:
             raise InputError(f"layers: got {layers!r} for a model, which starts at layer 0; use --unit stack for a slice")
-        return cls(kind, component or None, first, stop - first, logits)
+        return cls(kind, component or None, first, stop - first, logits, cache)
 
     @property
     def has_cache(self) -> bool:
-        return self.kind != "component"
+        """Whether it decodes over a cache of its own, updated in place."""
+        return self.kind != "component" and self.cache == "in_place"
 
     def __str__(self) -> str:
         if self.kind == "component":
@@ -185,6 +196,8 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
     else:
         first_input = TensorSpec("hidden_states", dtype, (BATCH, SEQUENCE, config.hidden_size))
         output = TensorSpec("hidden_states_out", dtype, (BATCH, SEQUENCE, config.hidden_size))
+    if unit.cache == "growing":
+        return _growing_contract(config, unit, dtype, first_input, output)
     step = (
         first_input,
         TensorSpec("position_ids", "int64", (BATCH, SEQUENCE)),
@@ -197,6 +210,24 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
         inputs=step + tuple(TensorSpec(past, dtype, axes) for past, _ in pairs),
         outputs=(output, *(TensorSpec(present, dtype, axes) for _, present in pairs)),
         cache_pairs=pairs,
+    )
+
+
+def _growing_contract(config: ModelConfig, unit: Unit, dtype: str, first_input: TensorSpec, output: TensorSpec) -> Contract:
+    """Past and present are tensors apart, so there are no cache pairs; names and order are those of optimum's exports."""
+    names = [f"{layer}.{kind}" for layer in range(unit.n_layers) for kind in ("key", "value")]
+
+    def cache(name: str, length: str) -> TensorSpec:
+        return TensorSpec(name, dtype, (BATCH, config.n_kv_heads, length, config.head_dim))
+
+    return Contract(
+        inputs=(
+            first_input,
+            TensorSpec("attention_mask", "int64", (BATCH, TOTAL)),
+            TensorSpec("position_ids", "int64", (BATCH, SEQUENCE)),
+            *(cache(f"past_key_values.{name}", PAST) for name in names),
+        ),
+        outputs=(output, *(cache(f"present.{name}", TOTAL) for name in names)),
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import math
 import platform
 import shutil
 import tempfile
@@ -13,19 +15,25 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.assemble import assemble
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, new_folder
+from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, new_folder, to_json
 from exporter.catalogue import ModelConfig
-from exporter.contract import Unit, check_max_positions, graph_contract, lookup_dtype
+from exporter.contract import Unit, check_max_positions, graph_contract, lookup_dtype, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
-from exporter.memory import peak_memory_bytes
+from exporter.interop import genai_config
+from exporter.memory import available_host_bytes, peak_memory_bytes
+from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
+from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.store import GraphWeights, write_graph
 from exporter.tolerances import tolerance
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
+from exporter.validate_layers import LayerValidation
 from exporter.weights import RoundedWeights, WeightSource
+
+VALIDATION_COPIES = 3  # of the weights in float32: eager's, onnxruntime's, and what a control or a twin adds
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ def export_bundle(
         }
         if validated:
             say("validate: eager definition against onnxruntime")
-            report["validation"], comparisons = validate_bundle(bundle, request.weights)
+            report["validation"], comparisons = validate_bundle(bundle, request.weights, say=say)
             if not report["validation"]["passed"]:
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
         bundle.write_report(report)
@@ -113,6 +121,10 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
     for path in request.tokenizer_files if is_model else ():
         shutil.copyfile(path, folder / path.name)
         files[path.name] = file_entry(folder / path.name)
+    if request.unit.cache == "growing":
+        settings = genai_config(request.config, max_positions, request.end_token_ids, GRAPH_FILE)
+        (folder / GENAI_CONFIG_FILE).write_text(to_json(settings), encoding="utf-8")
+        files[GENAI_CONFIG_FILE] = file_entry(folder / GENAI_CONFIG_FILE)
     contract = graph_contract(request.config, request.unit, request.dtype)
     check_graph(folder / GRAPH_FILE, contract)
     manifest = Manifest(
@@ -130,7 +142,13 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
     return manifest, written.flushed
 
 
-def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> tuple[dict, list[Comparison]]:
+def validate_bundle(
+    bundle: Bundle,
+    weights: WeightSource | None = None,
+    seed: int = 0,
+    by_layer: bool | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[dict, list[Comparison]]:
     """Compares the bundle's graph in onnxruntime with the eager definition, in every scenario.
 
     The eager definition computes in float32 over weights rounded to the bundle's dtype. A bf16 bundle is run as its float32
@@ -141,6 +159,12 @@ def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: i
         weights: what the eager definition is filled from; None takes the weights inside the bundle, which cannot show
             that they were written wrongly.
         seed: of the random inputs.
+        by_layer: True validates a model or stack one block at a time; None does where the whole would not fit in memory, says
+            so and writes it into the section.
+        say: called with a line about each stage of a validation by layer.
+
+    Raises:
+        InputError: a unit that has no layers is to be validated by layer.
 
     Returns:
         The section for report.json, and the comparisons it was made from.
@@ -148,18 +172,22 @@ def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: i
     manifest = bundle.manifest
     config, unit, max_positions = manifest.config, manifest.unit, manifest.max_positions
     rounded = RoundedWeights(weights or GraphWeights(bundle.folder, unit.first_layer, manifest.weights), manifest.dtype)
+    if _validates_by_layer(manifest, by_layer, say):
+        return _validate_layers(bundle, rounded, seed, say)
     arithmetic = "fp32" if manifest.dtype == "bf16" else manifest.dtype  # what the graph is run in
-    inputs = graph_contract(config, unit, arithmetic)
+    growing = unit.cache == "growing"
+    unit = dataclasses.replace(unit, cache="in_place")  # what the eager definition does, and how a growing graph is driven
+    inputs, limits = graph_contract(config, unit, arithmetic), RunLimits(ragged=not growing)
 
     def run_eager(dtype: str) -> tuple[Recording, str]:
         stepper = EagerStepper.from_weights(config, unit, dtype, max_positions, rounded)
-        return record(config, unit, max_positions, stepper, inputs, seed), stepper.description
+        return record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
 
     reference, reference_description = run_eager("fp32")
     with tempfile.TemporaryDirectory() as scratch:
         graph_path = write_float32_twin(bundle.folder, Path(scratch)) if manifest.dtype == "bf16" else bundle.graph_path
-        stepper = OnnxruntimeStepper(str(graph_path), inputs, arithmetic)
-        candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed), stepper.description
+        stepper = GrowingStepper(str(graph_path), inputs) if growing else OnnxruntimeStepper(str(graph_path), inputs, arithmetic)
+        candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
         stepper.close()
     allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
     comparisons, control_description = compare(reference, candidate, allowed), None
@@ -171,6 +199,33 @@ def validate_bundle(bundle: Bundle, weights: WeightSource | None = None, seed: i
     section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
     return section, comparisons
+
+
+def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable[[str], None]) -> bool:
+    unit = manifest.unit
+    if not unit.has_cache:
+        if by_layer:
+            raise InputError(f"validate by layer: got a {unit}, expected a block, stack or model with its cache in place")
+        return False
+    if by_layer is not None:
+        return by_layer
+    parameters = sum(math.prod(shape) for shape in weight_shapes(manifest.config, unit).values())
+    needed, free = 4 * parameters * VALIDATION_COPIES, available_host_bytes()
+    if needed <= free:
+        return False
+    say(f"validate: layer by layer, since the whole would need about {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free")
+    return True
+
+
+def _validate_layers(bundle: Bundle, weights: RoundedWeights, seed: int, say: Callable[[str], None]) -> tuple[dict, list[Comparison]]:
+    manifest = bundle.manifest
+    comparisons = list(LayerValidation(bundle, weights, seed).run(say))
+    allowed = tolerance(("eager", "onnxruntime"), manifest.unit, manifest.dtype)
+    widened = any(c.allowed > allowed.allowed for c in comparisons)
+    control = "the eager definition of the block in another arithmetic" if widened else None
+    section = summarize(comparisons, "eager PyTorch in fp32 on the CPU", "onnxruntime on CPUExecutionProvider", allowed, control)
+    through = "float32 twins of its blocks" if manifest.dtype == "bf16" else "its blocks"
+    return section | {"through": f"{through}, one at a time"}, comparisons
 
 
 def failures(comparisons: list[Comparison]) -> str:

@@ -59,15 +59,19 @@ class RunLimits:
         capacity: cache rows per sequence, where only one number will do.
         max_batch: most sequences of one step.
         max_seq_len: most new tokens of one step.
+        ragged: whether the rows of a step may differ in length.
     """
 
     capacity: int | None = None
     max_batch: int | None = None
     max_seq_len: int | None = None
+    ragged: bool = True
 
     def fit(self, scenario: Scenario) -> Scenario | None:
-        """The scenario with long prefills in several steps; None where it has more sequences than a step can take."""
+        """The scenario with long prefills in several steps; None where it has more or other sequences than a step can take."""
         n_rows = len(scenario.steps[0])
+        if not self.ragged and any(len(set(lengths)) > 1 for lengths in scenario.steps):
+            return None
         if self.max_batch is not None and n_rows > self.max_batch:
             return None
         longest = self.max_seq_len

@@ -15,12 +15,12 @@ from onnxscript import optimizer
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from exporter.contract import BATCH, CAPACITY, OPSET, SEQUENCE, TOTAL, TensorSpec
+from exporter.contract import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec
 from exporter.traced import MARKER_DOMAIN
 from exporter.weights import TORCH_DTYPES
 
 # Distinct example sizes, so that no two axes can merge; none is 0 or 1, which torch.export would freeze.
-EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, TOTAL: 7, CAPACITY: 11}
+EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, PAST: 4, TOTAL: 7, CAPACITY: 11}
 
 
 @dataclass

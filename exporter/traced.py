@@ -147,9 +147,11 @@ class TracedBlock(nn.Module):
         present_value = self.update(past_value, values, write_indices)
         keys = named("attention.keys", self.read(present_key, total, visible.shape[-1]))
         values = named("attention.values", self.read(present_value, total, visible.shape[-1]))
+        return self.after_cache(x, queries, keys, values, visible), present_key, present_value
+
+    def after_cache(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
         h = named("attention.residual", x + self.merge_project(self.attention(queries, keys, values, visible)))
-        out = named("mlp.residual", h + self.swiglu_mlp(named("ffn_norm", self.ffn_norm(h))))
-        return out, present_key, present_value
+        return named("mlp.residual", h + self.swiglu_mlp(named("ffn_norm", self.ffn_norm(h))))
 
     @staticmethod
     def update(past: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
@@ -160,6 +162,22 @@ class TracedBlock(nn.Module):
         """The first `total` int64 [1] rows of the cache: the step's cost follows the tokens in use, not the allocation."""
         shape = (present.shape[0], present.shape[1], total_length, present.shape[3])
         return _symbolic("Slice", (present, torch.tensor([0]), total, torch.tensor([2])), dtype=present.dtype, shape=shape)
+
+
+class GrowingBlock(TracedBlock):
+    """One block over a cache that grows: present [B, K, P + T, D] is past [B, K, P, D] with the new rows after it."""
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, past_key: Tensor, past_value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        queries, keys, values = self.prepare_qkv(named("attention_norm", self.attention_norm(x)), cos, sin)
+        keys, values = self.append(past_key, keys, visible.shape[-1]), self.append(past_value, values, visible.shape[-1])
+        return self.after_cache(x, queries, keys, values, visible), keys, values
+
+    @staticmethod
+    def append(past: Tensor, new: Tensor, total_length: int) -> Tensor:
+        shape = (past.shape[0], past.shape[1], total_length, past.shape[3])
+        return _symbolic("Concat", (past, new), {"axis": 2}, dtype=past.dtype, shape=shape)
 
 
 class Prologue(nn.Module):
@@ -173,15 +191,27 @@ class Prologue(nn.Module):
     def forward(self, position_ids: Tensor, write_indices: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         rows = cache_rows(write_indices, position_ids.shape[1])
         real = real_tokens(attention_mask, rows)
-        visible = visibility(attention_mask, rows, real)
         total = _symbolic("Shape", (attention_mask,), {"start": 1, "end": 2}, dtype=torch.int64, shape=(1,))
         return (
-            named("rope.cos", F.embedding(position_ids, self.rope_cos)),
-            named("rope.sin", F.embedding(position_ids, self.rope_sin)),
-            named("attention_mask.visible", visible),
+            *self.rotation(position_ids),
+            named("attention_mask.visible", visibility(attention_mask, rows, real)),
             named("attention_mask.total_length", total),
             named("attention_mask.real", real),
         )
+
+    def rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return named("rope.cos", F.embedding(position_ids, self.rope_cos)), named("rope.sin", F.embedding(position_ids, self.rope_sin))
+
+
+class GrowingPrologue(Prologue):
+    """The prologue over a cache that grows: every row's first new token goes to row P = total length − T."""
+
+    def forward(self, position_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        batch, length = position_ids.shape
+        past_len = attention_mask.shape[1] - length
+        rows = cache_rows(torch.full((1,), past_len), length).expand(batch, length)
+        visible = visibility(attention_mask, rows, real_tokens(attention_mask, rows))
+        return (*self.rotation(position_ids), named("attention_mask.visible", visible))
 
 
 class Embedding(nn.Module):
@@ -212,7 +242,8 @@ class Head(nn.Module):
         self.norm = TracedRMSNorm(config.hidden_size, config.norm_eps)
         self.weight = parameter(config.vocab_size, config.hidden_size)
 
-    def forward(self, x: Tensor, write_indices: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, write_indices: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """x [B, T, E] → logits; `write_indices` [B] and `attention_mask` [B, L] say which token is the last where that is asked for."""
         batch, length, hidden = x.shape
         if self.logits == "last":
             last = last_token(attention_mask, write_indices)[:, None]

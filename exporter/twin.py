@@ -21,8 +21,12 @@ _BFLOAT16 = DTYPES["bf16"].numpy
 
 def write_float32_twin(bundle_folder: Path, folder: Path) -> Path:
     """Writes the twin of a bundle's graph into `folder`, one tensor in memory at a time; returns the path of its graph."""
-    model = onnx.load(bundle_folder / GRAPH_FILE, load_external_data=False)
-    data = map_data(bundle_folder)
+    return widen_model(onnx.load(bundle_folder / GRAPH_FILE, load_external_data=False), bundle_folder, folder)
+
+
+def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path:
+    """Writes the twin of a model, or of a part of one, whose data lies in `data_folder`; the model is changed."""
+    data = map_data(data_folder)
     with open(folder / DATA_FILE, "wb") as file:
         for tensor in model.graph.initializer:
             if tensor.external_data:

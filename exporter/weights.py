@@ -1,4 +1,4 @@
-"""Where weights come from: one interface, read one tensor (or a slice of its columns) at a time.
+"""Where weights come from: one interface, read one tensor (or a slice of its rows or columns) at a time.
 
 Names and layouts are the contract's: projections are [out, in], q and k rows in Meta's order (adjacent RoPE pairs).
 """
@@ -24,8 +24,8 @@ class WeightSource(Protocol):
 
     description: dict  # what the manifest says of them, e.g. {"source": "random", "seed": 0}
 
-    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
-        """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis."""
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis, `rows` of a matrix's first."""
         ...
 
 
@@ -42,7 +42,7 @@ class RandomWeights:
         self._seed = seed
         self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
 
-    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         shape = self._shapes[name]
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -51,7 +51,7 @@ class RandomWeights:
             noise.mul_(0.1).add_(1.0)
         elif name != "embedding.weight":
             noise.mul_(shape[-1] ** -0.5)
-        return noise[..., columns]
+        return noise[columns] if noise.dim() == 1 else noise[rows, columns]
 
 
 class RoundedWeights:
@@ -61,8 +61,8 @@ class RoundedWeights:
         self.description = weights.description
         self._weights, self._dtype = weights, TORCH_DTYPES[dtype]
 
-    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
-        return self._weights.read(name, columns).to(self._dtype).float()
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        return self._weights.read(name, columns, rows).to(self._dtype).float()
 
 
 def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: WeightSource, dtype: str) -> nn.Module:

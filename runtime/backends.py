@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from exporter.bundle import ENGINES_FILE, Bundle
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
+from exporter.memory import available_host_bytes
 from exporter.steppers.protocol import Stepper
-from runtime.memory import available_host_bytes, plan_memory
+from runtime.memory import plan_memory
 
 BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from exporter.bundle import DATA_FILE, Manifest
 from exporter.contract import DTYPES, cache_capacity_step
@@ -91,19 +90,6 @@ def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity
         replan=lambda batch, capacity: plan_memory(manifest, backend, batch, capacity),
         capacity_step=cache_capacity_step(config, manifest.dtype),
     )
-
-
-def available_host_bytes() -> int:
-    """Memory that this process can still take: what the kernel says is available, within its control group's limit."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])  # pages of files are given up first
-        available = min(available, int(text) - used)
-    return available
 
 
 def _gib(n_bytes: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
-from exporter.bundle import Bundle
+from exporter.bundle import Bundle, check_in_place
 from exporter.catalogue import LARGEST_COUNT
 from exporter.contract import SEQUENCE, numpy_dtype
 from exporter.errors import InputError, NumericalError
@@ -103,6 +103,7 @@ class DecodeSession:
         """
         opened = Bundle.open(bundle, verify)
         manifest = opened.manifest
+        check_in_place(opened)
         if not manifest.unit.has_cache:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:

@@ -12,7 +12,7 @@ from exporter.bundle import TOKENIZER_FILES
 from exporter.errors import CheckpointError
 from exporter.weights import WeightSource
 
-_COLUMNS = 128  # of a vocabulary-sized matrix at a time
+_ROWS = 8192  # of a vocabulary-sized matrix at a time
 
 
 def read_json(path: Path) -> dict:
@@ -59,11 +59,11 @@ def check_coverage(folder: Path, found: set[str], expected: set[str], optional: 
         )
 
 
-def head_is_embedding(weights: WeightSource, hidden_size: int) -> bool:
+def head_is_embedding(weights: WeightSource, vocab_size: int) -> bool:
     """Whether the output head is bit-equal to the embedding, so that one matrix can serve for both; a slice at a time."""
-    for start in range(0, hidden_size, _COLUMNS):
-        columns = slice(start, min(start + _COLUMNS, hidden_size))
-        head, embedding = (weights.read(name, columns) for name in ("lm_head.weight", "embedding.weight"))
+    for start in range(0, vocab_size, _ROWS):
+        rows = slice(start, min(start + _ROWS, vocab_size))
+        head, embedding = (weights.read(name, rows=rows) for name in ("lm_head.weight", "embedding.weight"))
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
             return False
     return True

@@ -46,7 +46,7 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     except InputError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
     weights = HuggingFaceWeights(folder, config)
-    if not config.tie_word_embeddings and head_is_embedding(weights, config.hidden_size):
+    if not config.tie_word_embeddings and head_is_embedding(weights, config.vocab_size):
         config = replace(config, tie_word_embeddings=True)
         weights = HuggingFaceWeights(folder, config)
     return Checkpoint(
@@ -169,39 +169,40 @@ class HuggingFaceWeights:
         self.description = {"source": "checkpoint"}
         self._folder, self._config = folder, config
         self._files = _tensor_files(folder)
-        self._open: dict[Path, object] = {}
         expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
         found = {name for name in self._files if not _DERIVED.fullmatch(name)}
         check_coverage(folder, found, set(expected), {"lm_head.weight"} if config.tie_word_embeddings else set())
-        for name, shape in expected.items():
-            self._check_tensor(name, shape)
+        self._check_tensors(expected)
         if config.tie_word_embeddings and "lm_head.weight" in self._files:
             self._check_tied()
         self.counts = {"used": len(expected), "derived": sum(bool(_DERIVED.fullmatch(name)) for name in self._files)}
 
-    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """As `WeightSource.read`. The file is mapped for this one read: pages that stayed mapped would count as ours."""
         stored = _stored_name(name)
-        whole = self._handle(stored).get_slice(stored)
-        tensor = whole[columns] if len(whole.get_shape()) == 1 else whole[:, columns]
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = adjacent_pairs(tensor, self._config.head_dim)
-        return tensor
+        permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
+        with safe_open(self._files[stored], framework="pt") as file:
+            whole = file.get_slice(stored)
+            if len(whole.get_shape()) == 1:
+                return whole[columns]
+            tensor = whole[slice(None) if permuted else rows, columns]
+        return adjacent_pairs(tensor, self._config.head_dim)[rows] if permuted else tensor
 
-    def _handle(self, stored: str):
-        path = self._files[stored]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path]
-
-    def _check_tensor(self, stored: str, shape: tuple[int, ...]) -> None:
-        entry = self._handle(stored).get_slice(stored)
-        if tuple(entry.get_shape()) != shape:
-            raise CheckpointError(f"{self._files[stored]}: {stored} has shape {entry.get_shape()}, expected {list(shape)} by config.json")
-        if entry.get_dtype() not in _FLOAT_TYPES:
-            raise CheckpointError(f"{self._files[stored]}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}")
+    def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> None:
+        by_file: dict[Path, list[str]] = {}
+        for stored in expected:
+            by_file.setdefault(self._files[stored], []).append(stored)
+        for path, names in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for stored in names:
+                    entry = file.get_slice(stored)
+                    if tuple(entry.get_shape()) != expected[stored]:
+                        raise CheckpointError(f"{path}: {stored} has shape {entry.get_shape()}, expected {list(expected[stored])} by config.json")
+                    if entry.get_dtype() not in _FLOAT_TYPES:
+                        raise CheckpointError(f"{path}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}")
 
     def _check_tied(self) -> None:
-        if not head_is_embedding(self, self._config.hidden_size):
+        if not head_is_embedding(self, self._config.vocab_size):
             raise CheckpointError(
                 f"checkpoint {self._folder}: config.json ties the output head to the embedding, but lm_head.weight differs from it; "
                 "set tie_word_embeddings to false if the head is meant to be its own"

@@ -51,15 +51,16 @@ def open_meta(folder: Path, model: str | None) -> Checkpoint:
         CheckpointError: a fact is missing, or a shard or tensor is missing, damaged, unexpected or of another shape.
     """
     params = read_json(folder / "params.json")
-    shards = _open_shards(folder)
+    paths = _shard_paths(folder)
+    shards = [_open_shard(path) for path in paths]
     try:
         config = parse_params(params, _vocab_size(params, shards), model)
     except (InputError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
-    weights = MetaWeights(folder, config, shards)
-    if head_is_embedding(weights, config.hidden_size):
+    weights = MetaWeights(folder, config, paths, shards)
+    if head_is_embedding(weights, config.vocab_size):
         config = replace(config, tie_word_embeddings=True)
-        weights = MetaWeights(folder, config, shards)
+        weights = MetaWeights(folder, config, paths, shards)
     return Checkpoint(config, weights, end_token_ids(folder, params), tokenizer_files(folder))
 
 
@@ -120,20 +121,25 @@ def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
     return sum(shard["output.weight"].shape[0] for shard in shards)
 
 
-def _open_shards(folder: Path) -> list[dict[str, Tensor]]:
-    """Every consolidated.NN.pth, mapped: tensor name → tensor.
+def _shard_paths(folder: Path) -> list[Path]:
+    """Every consolidated.NN.pth.
 
     Raises:
-        CheckpointError: none, a gap in the numbers, or a file that is not a plain dictionary of tensors.
+        CheckpointError: none, or a gap in the numbers.
     """
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", path.name))
     expected = [f"consolidated.{index:02d}.pth" for index in range(len(paths))]
     if not paths or [path.name for path in paths] != expected:
         raise CheckpointError(f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth and on without a gap")
-    return [_open_shard(path) for path in paths]
+    return paths
 
 
 def _open_shard(path: Path) -> dict[str, Tensor]:
+    """A shard, mapped: tensor name → tensor.
+
+    Raises:
+        CheckpointError: the file is not a plain dictionary of tensors.
+    """
     try:
         shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many kinds: a bad zip, a bad pickle, a forbidden global
@@ -151,19 +157,18 @@ class MetaWeights:
         counts: tensors used, and derived ones passed over.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, shards: list[dict[str, Tensor]]) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, paths: list[Path], shards: list[dict[str, Tensor]]) -> None:
         self.description = {"source": "checkpoint"}
-        self._folder, self._config, self._shards = folder, config, shards
+        self._folder, self._config, self._paths = folder, config, paths
         expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
         optional = {_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())
         for shard in shards:
             check_coverage(folder, set(shard), set(expected), optional)
-        self._axes = {name: self._split_axis(name, shape) for name, shape in expected.items()}
+        self._axes = {name: self._split_axis(name, shape, [shard[name] for shard in shards]) for name, shape in expected.items()}
         self.counts = {"used": len(expected), "derived": int(_DERIVED in shards[0])}
 
-    def _split_axis(self, name: str, shape: tuple[int, ...]) -> int | None:
+    def _split_axis(self, name: str, shape: tuple[int, ...], pieces: list[Tensor]) -> int | None:
         """The axis along which a tensor is split over the shards; None where every shard holds the whole."""
-        pieces = [shard[name] for shard in self._shards]
         if any(piece.dtype not in _FLOATS for piece in pieces):
             raise CheckpointError(f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of float32, float16, bfloat16")
         whole = [tuple(piece.shape) == shape for piece in pieces]
@@ -181,27 +186,30 @@ class MetaWeights:
         shapes = [list(piece.shape) for piece in pieces]
         raise CheckpointError(f"checkpoint {self._folder}: {name} has shapes {shapes} in its shards, expected {list(shape)} once merged")
 
-    def read(self, name: str, columns: slice = slice(None)) -> Tensor:
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """As `WeightSource.read`. Shards are mapped for this one read: pages that stayed mapped would count as ours."""
         stored = _stored_name(name)
+        pieces = [_open_shard(path)[stored] for path in self._paths]
         axis = self._axes[stored]
-        pieces = [shard[stored] for shard in self._shards]
+        if pieces[0].dim() == 1:
+            return pieces[0][columns].clone()
+        wanted = (rows, columns)
         if axis is None:
-            return pieces[0][..., columns]
-        if axis == 0:
-            return torch.cat([piece[..., columns] for piece in pieces])
-        return _columns(pieces, columns)
+            return pieces[0][wanted].clone()
+        across = slice(None) if axis else columns
+        return _run(pieces, axis, wanted[axis])[(rows, across) if axis else (slice(None), across)].clone()
 
 
-def _columns(pieces: list[Tensor], columns: slice) -> Tensor:
-    """The wanted columns of pieces that lie side by side, touching only the pieces that hold some."""
-    start, stop, _ = columns.indices(sum(piece.shape[1] for piece in pieces))
+def _run(pieces: list[Tensor], axis: int, wanted: slice) -> Tensor:
+    """The wanted run along one axis of pieces that lie one after the other, touching only the pieces that hold some."""
+    start, stop, _ = wanted.indices(sum(piece.shape[axis] for piece in pieces))
     parts, offset = [], 0
     for piece in pieces:
-        low, high = max(start - offset, 0), min(stop - offset, piece.shape[1])
+        low, high = max(start - offset, 0), min(stop - offset, piece.shape[axis])
         if low < high:
-            parts.append(piece[:, low:high])
-        offset += piece.shape[1]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            parts.append(piece.narrow(axis, low, high - low))
+        offset += piece.shape[axis]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
 def _without(shape: torch.Size, axis: int) -> tuple[int, ...]:

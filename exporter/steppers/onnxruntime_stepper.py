@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -59,15 +60,13 @@ class OnnxruntimeStepper(Stepper):
 
     backend = "onnxruntime"
 
-    def __init__(self, graph_path: str, contract: Contract, dtype: str, provider: str | None = None) -> None:
+    def __init__(
+        self, graph: str | bytes, contract: Contract, dtype: str, provider: str | None = None, data_folder: Path | None = None
+    ) -> None:
+        """`graph` is a file's path, or a model's bytes whose external data lies in `data_folder`."""
         provider = provider or "CPUExecutionProvider"
         _check_provider(provider, dtype)
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        try:
-            self._session = onnxruntime.InferenceSession(graph_path, options, providers=[provider])
-        except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
-            raise BundleError(f"{graph_path}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
+        self._session = open_session(graph, provider, data_folder)
         if self._session.get_providers()[0] != provider:
             raise BackendError(
                 f"onnxruntime: {provider} was asked for and did not start, {self._session.get_providers()[0]} would run instead; "
@@ -109,6 +108,23 @@ class OnnxruntimeStepper(Stepper):
 
     def close(self) -> None:
         del self._session
+
+
+def open_session(graph: str | bytes, provider: str = "CPUExecutionProvider", data_folder: Path | None = None) -> onnxruntime.InferenceSession:
+    """A quiet session on one provider, over a graph file or over a model's bytes whose external data lies in `data_folder`.
+
+    Raises:
+        BundleError: onnxruntime refuses the graph.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if data_folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data_folder.absolute()))
+    try:
+        return onnxruntime.InferenceSession(graph, options, providers=[provider])
+    except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
+        what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
+        raise BundleError(f"{what}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
 
 
 def _buffers(cache: Cache) -> list[tuple[int, int]]:

@@ -1,0 +1,29 @@
+"""Greedy tokens by optimum: BUNDLE CHECKPOINT N, prompts (lists of token ids) as JSON on stdin, tokens as JSON on stdout.
+
+All prompts go in one left-padded batch. The bundle has no config.json, so the model is made from a session and the checkpoint's config.
+"""
+
+import json
+import sys
+
+import onnxruntime
+import torch
+from optimum.onnxruntime import ORTModelForCausalLM
+from transformers import AutoConfig, GenerationConfig
+
+
+def main() -> None:
+    folder, checkpoint, n_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    prompts = json.load(sys.stdin)
+    config = AutoConfig.from_pretrained(checkpoint)
+    session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])
+    model = ORTModelForCausalLM(config=config, session=session, use_io_binding=False, generation_config=GenerationConfig.from_model_config(config))
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    tokens = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=n_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    json.dump(tokens[:, longest:].tolist(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

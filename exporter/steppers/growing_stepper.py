@@ -1,0 +1,48 @@
+"""A graph whose cache grows, stepped in onnxruntime: what validation runs in the place of optimum and onnxruntime-genai."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnxruntime
+
+from exporter.contract import Contract, numpy_dtype
+from exporter.steppers.onnxruntime_stepper import open_session
+from exporter.steppers.protocol import HostCache, Stepper
+
+
+class GrowingStepper(Stepper):
+    """Drives a growing-cache graph behind the interface of the in-place ones, copying past in and present out.
+
+    Every sequence of a step must have the same past length: such a graph knows only one, the length of its past tensors.
+
+    Attributes:
+        contract: of the same unit with its cache in place.
+    """
+
+    backend = "onnxruntime"
+
+    def __init__(self, graph_path: str, contract: Contract) -> None:
+        self._session = open_session(graph_path)
+        self.contract = contract
+        self.description = f"onnxruntime {onnxruntime.__version__} on CPUExecutionProvider, past and present apart"
+
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        return HostCache(self.contract, n_rows, capacity)
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache, first_row: int = 0) -> dict[str, np.ndarray]:
+        (past_len,) = set(feeds["write_indices"].tolist())
+        total_len = feeds["attention_mask"].shape[1]
+        rows = slice(first_row, first_row + len(feeds["write_indices"]))
+        inputs = {spec.name: feeds[spec.name].astype(numpy_dtype(spec.dtype)) for spec in self.contract.step_inputs if spec.name != "write_indices"}
+        pasts, presents = zip(*self.contract.cache_pairs, strict=True)
+        inputs |= {name: np.ascontiguousarray(array[rows, :, :past_len]) for name, array in zip(pasts, cache.arrays, strict=True)}
+        names = [spec.name for spec in self.contract.step_outputs]
+        results = self._session.run([*names, *presents], inputs)
+        for array, present in zip(cache.arrays, results[len(names) :], strict=True):
+            array[rows, :, :total_len] = present
+        return dict(zip(names, results[: len(names)], strict=True))
+
+    def close(self) -> None:
+        del self._session
