@@ -1,4 +1,4 @@
-"""Exporting a whole large checkpoint: time against a plain copy of the same bytes, and peak memory.
+"""Exporting a whole large checkpoint: time against a plain copy of the same bytes, peak memory, and compiling it in parts.
 
 python -m benchmarks.checkpoints [--layers N] [--keep]     writes benchmarks/records/checkpoints.json
 
@@ -114,16 +114,31 @@ def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, valid
     return figures
 
 
+def run_in_parts(folder: Path, budget_gib: float) -> dict:
+    """Exports the checkpoint in parts that fit a budget and compiles every one of them; needs no GPU."""
+    checkpoint, bundle = folder / "checkpoint", folder / "parts"
+    budget = ["--part-budget", str(budget_gib)]
+    export = measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", *budget, "--no-validate", "-o", str(bundle))
+    build = measure("engines", "build", str(bundle), "--backend", "tensorrt-rtx", "--cache-capacity", "2048")
+    parts = json.loads((bundle / "manifest.json").read_text())["parts"]
+    engines = sum(path.stat().st_size for path in bundle.rglob("*.engine"))
+    shutil.rmtree(bundle)
+    return {"budget_bytes": int(budget_gib * 2**30), "parts": parts, "export": export, "build": build, "engine_bytes": engines}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints")
     parser.add_argument("--layers", type=int, default=32, metavar="N", help="of Llama 3 8B's 32 (default all)")
+    parser.add_argument("--part-budget", type=float, default=14.0, metavar="GIB", help="for compiling one part (default 14)")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next run")
     arguments = parser.parse_args()
     config = dataclasses.replace(CATALOGUE["llama3-8b"], n_layers=arguments.layers)
     figures = run(config, FOLDER)
+    print(json.dumps(figures, indent=1), flush=True)
+    figures["in parts"] = run_in_parts(FOLDER, arguments.part_budget)
     if not arguments.keep:
         shutil.rmtree(FOLDER)
-    print(json.dumps(figures, indent=1))
+    print(json.dumps(figures["in parts"], indent=1))
     record = {**stamp(), "machine": machine(), "layers": arguments.layers, **figures}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -37,7 +37,7 @@ from exporter.ledger import Ledger
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
-from exporter.store import GraphWeights
+from exporter.store import bundle_weights
 from exporter.tolerances import tolerance
 from exporter.validate import compare, judge_by_control, record
 from exporter.weights import RandomWeights, RoundedWeights
@@ -84,7 +84,7 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
     """All scenarios of the unit against float32 eager over the same weights, as export validates them."""
     manifest = bundle.manifest
     config, unit, positions = manifest.config, manifest.unit, manifest.max_positions
-    weights = RoundedWeights(GraphWeights(bundle.folder, 0, {}), manifest.dtype)
+    weights = RoundedWeights(bundle_weights(bundle), manifest.dtype)
 
     def recorded(s: Stepper):
         return record(config, unit, positions, s, manifest.contract)

@@ -23,7 +23,7 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.contract import COMPONENTS, DTYPES, Unit
 from exporter.export import ExportRequest, export_bundle
 from exporter.scenarios import RunLimits
-from exporter.store import GraphWeights
+from exporter.store import bundle_weights
 from exporter.tolerances import MEASURED_FILE, Tolerance, operation_kind
 from exporter.validate import compare
 from exporter.weights import RandomWeights, RoundedWeights, WeightSource
@@ -64,7 +64,7 @@ def measure(case: Case, dtype: str, tables: dict) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         request = ExportRequest(case.config, Unit.parse(case.unit, case.config), case.weights, dtype)
         bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
-        rounded = RoundedWeights(GraphWeights(bundle.folder, 0, {}), dtype)
+        rounded = RoundedWeights(bundle_weights(bundle), dtype)
         for seed in range(case.seeds):
             comparer = Comparer(bundle, CompareRequest(BACKENDS, seed=seed), lambda line: None, rounded, RunLimits(), Path(scratch))
             recordings = {}

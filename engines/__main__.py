@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from engines.backend import Backend, choose_backend
-from engines.build import BuildRequest, build_bundle, build_onnx
+from engines.build import BuildRequest, build_onnx, build_parts
 from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
 from engines.records import EngineRecord, read_records
@@ -143,10 +143,11 @@ def _build(arguments: argparse.Namespace) -> None:
     request = _request(arguments, options)
     backend = _backend(arguments)
     if arguments.bundle:
-        record = build_bundle(Bundle.open(arguments.bundle), backend, request, cli.say)
+        records = build_parts(Bundle.open(arguments.bundle), backend, request, cli.say)
     else:
-        record = build_onnx(Path(arguments.onnx), Path(arguments.output), backend, request, cli.say)
-    _print_record(record)
+        records = [build_onnx(Path(arguments.onnx), Path(arguments.output), backend, request, cli.say)]
+    for record in records:
+        _print_record(record)
 
 
 def _print_record(record: EngineRecord) -> None:
@@ -170,10 +171,12 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from engines.inspection import inspect_bundle
 
     backend = _backend(arguments)
-    result = inspect_bundle(Bundle.open(arguments.bundle), backend, _request(arguments, BuildOptions()))
+    bundle = Bundle.open(arguments.bundle)
+    results = [inspect_bundle(part, backend, _request(arguments, BuildOptions())) for part in bundle.parts]
     if arguments.format == "json":
-        cli.print_json(result)
-    else:
+        cli.print_json({"parts": results} if bundle.manifest.parts else results[0])
+        return
+    for result in results:
         _print_inspection(result)
 
 
@@ -247,12 +250,12 @@ def _save_for_polygraphy(bundle: Bundle, request: CompareRequest, arguments: arg
 def _refit(arguments: argparse.Namespace) -> None:
     from engines.refit import refit_bundle
 
-    bundle = Bundle.open(arguments.bundle)
-    records = [r for r in read_records(bundle.folder) if arguments.engine in (None, r.file)]
-    if len(records) != 1:
-        names = [record.file for record in read_records(bundle.folder)]
-        raise InputError(f"refit: got --engine {arguments.engine}, expected one of {names}")
-    _print_record(refit_bundle(bundle, choose_backend(records[0].backend), records[0]))
+    for bundle in Bundle.open(arguments.bundle).parts:
+        records = [r for r in read_records(bundle.folder) if arguments.engine in (None, r.file)]
+        if len(records) != 1:
+            names = [record.file for record in read_records(bundle.folder)]
+            raise InputError(f"refit: got --engine {arguments.engine} for {bundle.folder}, expected one of {names}")
+        _print_record(refit_bundle(bundle, choose_backend(records[0].backend), records[0]))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import glob
 import hashlib
 import os
@@ -72,15 +73,17 @@ class Prepared:
 
 
 def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> Prepared:
-    """Parses and checks a bundle's graph for a build.
+    """Parses and checks a bundle's graph for a build; of a bundle in parts, each part is a bundle to prepare.
 
     Raises:
-        InputError: inconsistent shapes.
+        InputError: inconsistent shapes, or several graphs.
         CheckFailed: TensorRT would not compute what the graph says.
         BackendError: the backend cannot honour an option or has no kernel for the graph.
     """
     manifest = bundle.manifest
     check_in_place(bundle)
+    if manifest.parts:
+        raise InputError(f"bundle {bundle.folder}: it lies in {len(manifest.parts)} parts, expected one graph; prepare each of its parts")
     capacity = None
     if manifest.unit.has_cache:
         capacity = check_cache_capacity(request.cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
@@ -138,6 +141,22 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: C
     stem = "model" if capacity is None else f"model.c{capacity}"
     graph_file = GRAPH_FILE if capacity is None else f"{stem}.onnx"
     return _build(prepared, bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, request.options, say)
+
+
+def build_parts(
+    bundle: Bundle, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None
+) -> list[EngineRecord]:
+    """Builds the engines of all graphs of a bundle, one after the other, each in its own folder; raises as `build_bundle`.
+
+    Memory is that of the largest part: what TensorRT made of one is gone before the next is parsed.
+    """
+    records = []
+    for number, part in enumerate(bundle.parts, 1):
+        if bundle.manifest.parts:
+            say(f"part {number} of {len(bundle.parts)}: layers {'{}:{}'.format(*bundle.manifest.parts[number - 1])}")
+        records.append(build_bundle(part, backend, request, say))
+        gc.collect()
+    return records
 
 
 def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:

@@ -16,15 +16,17 @@ from engines.backend import choose_backend
 from engines.cuda import RuntimeCuda
 from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, Observer, StepperObserver
-from engines.tensorrt_stepper import find_engine, open_tensorrt
+from engines.tensorrt_parts import find_engines, open_engines
 from exporter.bundle import Bundle, check_in_place
 from exporter.contract import Contract, check_cache_capacity, graph_contract
 from exporter.errors import BackendError, InputError
+from exporter.export import open_onnxruntime
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.store import GraphWeights
+from exporter.store import bundle_weights
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record
@@ -196,14 +198,14 @@ class Comparer:
         if name == "eager":
             stepper: Stepper = self._eager("fp32")
         elif name == "interpreter":
-            stepper = InterpreterStepper.from_bundle(self.bundle, self.request.parser)
+            stepper = open_parts(self.bundle, lambda part: InterpreterStepper.from_bundle(part, self.request.parser))
         elif name == "tensorrt":
-            stepper = open_tensorrt(self.bundle, find_engine(self.bundle, None), RuntimeCuda())
+            stepper = open_engines(self.bundle, find_engines(self.bundle, self.limits.capacity), RuntimeCuda())
         elif manifest.dtype == "bf16" and self.request.provider in (None, "CPUExecutionProvider"):
-            stepper = OnnxruntimeStepper(str(self._twin()), self._twin_contract(), "fp32", self.request.provider)
+            stepper = open_onnxruntime(self.bundle, self._scratch_folder())
             stepper.description += ", through the graph's float32 twin"
         else:
-            stepper = OnnxruntimeStepper.from_bundle(self.bundle, self.request.provider)
+            stepper = open_parts(self.bundle, lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider))
         try:
             yield stepper
         finally:
@@ -219,6 +221,9 @@ class Comparer:
             exact = self.record(self._eager("fp32"))
         stepper = self._eager("fp64" if dtype == "fp32" else dtype)
         return Control(exact, self.record(stepper), stepper.description)
+
+    def _scratch_folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self.scratch))
 
     def _twin(self) -> Path:
         folder = self.scratch / "twin"
@@ -241,6 +246,9 @@ class Comparer:
             return results
         if not self.bundle.manifest.unit.has_cache:
             self.say("audit: a component is one operation, its outputs are the audit")
+            return results
+        if self.bundle.manifest.parts:
+            self.say("audit: not of a bundle in parts; export the layers in question with --unit stack --layers A:B and audit those")
             return results
         self.say("audit: the eager definition in float64")
         reference = self.reference()
@@ -301,7 +309,7 @@ def _own_weights(bundle: Bundle, say: Say) -> WeightSource:
     if manifest.weights["source"] == "random":
         return RandomWeights(manifest.config, manifest.weights["seed"])
     say("weights: the bundle's own; give --checkpoint to hold them against their source")
-    return GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
+    return bundle_weights(bundle)
 
 
 def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -323,8 +331,8 @@ def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], d
     try:
         if not bundle.manifest.unit.has_cache:
             raise BackendError("backend tensorrt: a component's engine is for other tools")
-        find_engine(bundle, None)
-    except BackendError as error:
+        find_engines(bundle, None)
+    except InputError as error:
         left_out["tensorrt"] = str(error)
     return tuple(name for name in BACKENDS if name not in left_out), left_out
 
@@ -342,9 +350,10 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
         capacity = check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
     if "tensorrt" not in backends:
         return RunLimits(capacity)
-    record = find_engine(bundle, capacity)
-    sizes = [profile["ranges"]["position_ids"]["max"] for profile in record.profiles]
-    return RunLimits(record.cache_capacity, max(size[0] for size in sizes), max(size[1] for size in sizes))
+    records = find_engines(bundle, capacity)
+    sizes = [[profile["ranges"]["position_ids"]["max"] for profile in record.profiles] for record in records]
+    most = [min(max(size[axis] for size in of_part) for of_part in sizes) for axis in (0, 1)]
+    return RunLimits(records[0].cache_capacity, *most)
 
 
 def _differences(comparison: Comparison, reference: Recording, candidate: Recording) -> tuple[StepDifference, ...]:

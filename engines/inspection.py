@@ -12,7 +12,7 @@ from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.profiles import Profile
 from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
-from exporter.bundle import DATA_FILE, Bundle, Manifest
+from exporter.bundle import Bundle, Manifest
 from exporter.contract import DTYPES
 from exporter.errors import BundleError
 from exporter.ledger import Ledger
@@ -53,7 +53,7 @@ def inspect_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> d
         ],
         "io": _io(prepared),
         "profiles": [profile.to_dict() for profile in prepared.profiles],
-        "memory": memory_estimate(manifest, prepared.profiles, prepared.cache_capacity, bundle.manifest.files[DATA_FILE]["size_bytes"]),
+        "memory": memory_estimate(manifest, prepared.profiles, prepared.cache_capacity, manifest.weights_bytes),
         "notes": prepared.notes,
         "engines": [asdict(record) | _engine_state(bundle, record, backend) for record in read_records(bundle.folder)],
     }

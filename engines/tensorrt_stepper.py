@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,14 @@ class DeviceCache(Cache):
         self.addresses = []
 
 
+@dataclass(frozen=True)
+class PassedOn:
+    """Hidden states [B, T, E] that lie where the next part reads them."""
+
+    address: int
+    shape: tuple[int, ...]
+
+
 class TensorRTStepper(Stepper, OnDevice):
     """Runs an engine that was built from the bundle.
 
@@ -114,6 +123,7 @@ class TensorRTStepper(Stepper, OnDevice):
         name = self.contract.step_inputs[1].name  # position_ids [B, T]
         self.max_batch, self.max_seq_len = (max(ranges[name][2][axis] for ranges in self._ranges) for axis in (0, 1))
         self._buffers = {spec.name: cuda.allocate(self._largest_bytes(spec)) for spec in (*self.contract.step_inputs, *self.contract.step_outputs)}
+        self._followed: set[str] = set()  # inputs that lie in another part's buffer
         self._contexts = [self._new_context(index) for index in self._profiles]
         self._graphs: dict[tuple, tuple[Any, Any]] = {}  # (profile, B, L, cache addresses) → (graph, its context)
 
@@ -180,6 +190,16 @@ class TensorRTStepper(Stepper, OnDevice):
         self._cuda.synchronize()
         return outputs
 
+    def pass_on(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int = 0) -> PassedOn:
+        _, shape = self._step(feeds, cache, first_row)["hidden_states_out"]
+        return PassedOn(self._buffers["hidden_states_out"], shape)
+
+    def follow(self, previous: TensorRTStepper) -> None:
+        """Reads hidden states where the part before this one leaves them; both must share one stream."""
+        self._cuda.free(self._buffers["hidden_states"])
+        self._buffers["hidden_states"] = previous._buffers["hidden_states_out"]
+        self._followed.add("hidden_states")
+
     def import_tensor(self, x: Any) -> DeviceTensor:
         return import_tensor(x, self._cuda.stream)
 
@@ -201,7 +221,9 @@ class TensorRTStepper(Stepper, OnDevice):
             shapes[spec.name] = (batch, spec.axes[1], cache.capacity, spec.axes[3])
         profile = self._profile_for(shapes)
         for name, x in feeds.items():
-            if isinstance(x, DeviceRows):
+            if isinstance(x, PassedOn):
+                assert x.address == self._buffers[name], "hidden states come from the part that this one follows"
+            elif isinstance(x, DeviceRows):
                 self._gather(self._buffers[name], x)
             else:
                 self._cuda.upload(self._buffers[name], x)
@@ -284,7 +306,7 @@ class TensorRTStepper(Stepper, OnDevice):
     def close(self) -> None:
         for key in list(self._graphs):
             self._drop_graph(key)
-        for address in self._buffers.values():
+        for address in (address for name, address in self._buffers.items() if name not in self._followed):
             self._cuda.free(address)
         self._buffers = {}
         self._contexts = []
@@ -304,8 +326,8 @@ def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
     return pairs
 
 
-def _contiguous(x: np.ndarray | DeviceRows, spec: TensorSpec) -> np.ndarray | DeviceRows:
-    return x if isinstance(x, DeviceRows) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
+def _contiguous(x: np.ndarray | DeviceRows | PassedOn, spec: TensorSpec) -> np.ndarray | DeviceRows | PassedOn:
+    return x if isinstance(x, DeviceRows | PassedOn) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
 
 
 def _padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:

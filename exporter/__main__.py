@@ -78,6 +78,8 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
         metavar="HOW",
         help="in_place (default), or growing: past in, present out, as optimum and onnxruntime-genai drive a model",
     )
+    export.add_argument("--parts", type=int, metavar="N", help="cut a stack or model into N graphs, which build compiles one after the other")
+    export.add_argument("--part-budget", type=float, metavar="GIB", help="instead: as few parts as can each be compiled in this much memory")
     export.add_argument("--no-validate", action="store_true", help="skip the comparison with the eager definition")
     export.add_argument("-o", "--output", required=True, metavar="BUNDLE", help="folder to make; an older bundle there is replaced")
 
@@ -197,8 +199,13 @@ def _request(arguments: argparse.Namespace):
         provenance = {"model": arguments.model}
         cli.say(f"weights: random, from seed {arguments.seed}; give --checkpoint for real ones")
     unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits, arguments.cache)
-    from exporter.export import ExportRequest
+    from exporter.export import ExportRequest, parts_within
 
+    if arguments.parts is not None and arguments.part_budget is not None:
+        raise InputError("export: give either --parts N or --part-budget GIB")
+    n_parts = 1 if arguments.parts is None else arguments.parts
+    if arguments.part_budget is not None:
+        n_parts = parts_within(config, unit, arguments.dtype, int(arguments.part_budget * 2**30))
     return ExportRequest(
         config=config,
         unit=unit,
@@ -206,6 +213,7 @@ def _request(arguments: argparse.Namespace):
         dtype=arguments.dtype,
         max_positions=arguments.max_positions,
         attention_dtype=arguments.attention_dtype,
+        n_parts=n_parts,
         provenance=provenance,
         **extra,
     )
@@ -253,7 +261,8 @@ def _verify(arguments: argparse.Namespace) -> None:
     from exporter.graph_check import check_graph
 
     bundle = Bundle.open(arguments.bundle, verify="full")
-    check_graph(bundle.graph_path, bundle.manifest.contract)
+    for part in bundle.parts:
+        check_graph(part.graph_path, part.manifest.contract)
     checked = [*bundle.manifest.files, *bundle.check_engines()]
     cli.say(f"{bundle.folder}: {', '.join(checked)} match their checksums, the graph keeps its contract")
 

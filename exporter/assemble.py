@@ -23,11 +23,13 @@ from exporter.contract import (
     PAST,
     SEQUENCE,
     TOTAL,
+    Bounds,
     Contract,
     TensorSpec,
     Unit,
     graph_contract,
     numpy_dtype,
+    part_contract,
 )
 from exporter.trace import Fragment, trace_fragment
 
@@ -59,20 +61,25 @@ class StoredTensor:
 
 @dataclass
 class AssembledGraph:
-    """A whole graph whose initializers hold no data yet, and the list of what they must hold, in file order."""
+    """A whole graph whose initializers hold no data yet, the list of what they must hold, in file order, and its contract."""
 
     model: ir.Model
     stored: list[StoredTensor]
+    contract: Contract
 
 
-def assemble(config: ModelConfig, unit: Unit, dtype: str, max_positions: int, float32_attention: bool = False) -> AssembledGraph:
-    """Builds the ONNX graph of a unit. No weight is read or allocated."""
-    contract = graph_contract(config, unit, dtype)
-    assembly = _Assembly(contract, dtype)
+def assemble(
+    config: ModelConfig, unit: Unit, dtype: str, max_positions: int, float32_attention: bool = False, part: Bounds | None = None
+) -> AssembledGraph:
+    """Builds the ONNX graph of a unit, or of one part of it. No weight is read or allocated."""
     if unit.kind == "component":
+        assembly = _Assembly(graph_contract(config, unit, dtype), dtype)
         assembly.component(config, unit, float32_attention)
-    else:
-        assembly.decoder(config, unit, max_positions, float32_attention)
+        return assembly.finish()
+    part = part or (0, unit.n_layers)
+    whole = part == (0, unit.n_layers)
+    assembly = _Assembly(graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype)
+    assembly.decoder(config, unit, max_positions, float32_attention, part)
     return assembly.finish()
 
 
@@ -99,23 +106,26 @@ class _Assembly:
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
-    def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool) -> None:
-        """Adds a block, stack or model: prologue, embedding where there is one, every block, epilogue."""
+    def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool, part: Bounds) -> None:
+        """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
         step = self.values
         growing = unit.cache == "growing"
         shared, real = self._prologue(config, max_positions, growing)
-        if unit.kind == "model":
+        if unit.kind == "model" and part[0] == 0:
             embedding = _embedding_fragment(config, self.dtype)
             (hidden,) = self.add(embedding, [step["input_ids"]], "", {"weight": ("embedding.weight", "embedding.weight", False)})
         else:
             hidden = step["hidden_states"]
         block = _block_fragment(config, self.dtype, float32_attention, growing)
-        for layer in range(unit.n_layers):
+        for layer in range(*part):
             cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
             weights = {name: _block_weight(name, layer, unit.first_layer) for name in block.parameters}
             hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
-        self._epilogue(config, unit, hidden, real)
+        if unit.kind == "model" and part[1] == unit.n_layers:
+            self._head(config, unit, hidden)
+        else:
+            (self.outputs["hidden_states_out"],) = self.add(_zero_pads_fragment(config, self.dtype), [hidden, real], "", {})
 
     def _prologue(self, config: ModelConfig, max_positions: int, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
         """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
@@ -127,10 +137,7 @@ class _Assembly:
         *shared, real = results
         return [*shared, self.values["write_indices"]], real
 
-    def _epilogue(self, config: ModelConfig, unit: Unit, hidden: ir.Value, real: ir.Value | None) -> None:
-        if unit.kind != "model":
-            (self.outputs["hidden_states_out"],) = self.add(_zero_pads_fragment(config, self.dtype), [hidden, real], "", {})
-            return
+    def _head(self, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
         head = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
         weights = {"weight": (head, head, False), "norm.weight": ("norm.weight", "norm.weight", False)}
         names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
@@ -193,7 +200,7 @@ class _Assembly:
         )
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="blockline", producer_version=__version__)
         CommonSubexpressionEliminationPass()(model)  # prologue and head read the same sizes
-        return AssembledGraph(model, list(self.stored.values()))
+        return AssembledGraph(model, list(self.stored.values()), self.contract)
 
 
 def _block_weight(parameter: str, layer: int, first_layer: int) -> tuple[str, str, bool]:

@@ -19,12 +19,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exporter import __version__
 from exporter.catalogue import ModelConfig
-from exporter.contract import CACHES, COMPONENTS, DTYPES, LOGITS, OPSET, UNIT_KINDS, Contract, TensorSpec, Unit, graph_contract
+from exporter.contract import (
+    CACHES,
+    COMPONENTS,
+    DTYPES,
+    LOGITS,
+    OPSET,
+    UNIT_KINDS,
+    Bounds,
+    Contract,
+    TensorSpec,
+    Unit,
+    graph_contract,
+    part_bounds,
+    part_contract,
+)
 from exporter.errors import BundleError, InputError
 
 FORMAT_VERSION = 1
@@ -35,11 +49,11 @@ REPORT_FILE = "report.json"
 ENGINES_FILE = "engines.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 GENAI_CONFIG_FILE = "genai_config.json"
-OWN_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE, REPORT_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, *TOKENIZER_FILES)
+OTHER_FILES = (GENAI_CONFIG_FILE, *TOKENIZER_FILES)
 
 _MANIFEST_KEYS = {
     "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "opset", "max_positions", "weights", "end_token_ids",
-    "inputs", "outputs", "cache_pairs", "files",
+    "inputs", "outputs", "cache_pairs", "parts", "files",
 }  # fmt: skip
 
 
@@ -55,8 +69,9 @@ class Manifest:
         max_positions: N; positions 0 to 2N − 1 have a rotation, a cache holds at most N rows.
         weights: {"source": "random", "seed": n} or {"source": "checkpoint"}.
         end_token_ids: tokens that end a generation; empty unless the unit is a model with a tokenizer.
-        contract: the graph's inputs, outputs and cache pairs.
+        contract: the graph's inputs, outputs and cache pairs; of a unit in parts, those of all parts as one.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
+        parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
     """
 
     config: ModelConfig
@@ -68,6 +83,23 @@ class Manifest:
     end_token_ids: tuple[int, ...]
     contract: Contract
     files: dict[str, dict]
+    parts: tuple[Bounds, ...] = ()
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the data files of all graphs."""
+        return sum(entry["size_bytes"] for name, entry in self.files.items() if name.rpartition("/")[2] == DATA_FILE)
+
+    def of_part(self, index: int) -> Manifest:
+        """The manifest of one part, as though it were a stack's bundle of its own; blocks keep the unit's numbers."""
+        bounds, prefix = self.parts[index], f"{part_folder(index)}/"
+        return replace(
+            self,
+            unit=replace(self.unit, kind="stack", n_layers=bounds[1] - bounds[0], logits="last"),
+            contract=part_contract(self.config, self.unit, self.dtype, bounds),
+            files={name.removeprefix(prefix): entry for name, entry in self.files.items() if name.startswith(prefix)},
+            parts=(),
+        )
 
     @property
     def has_random_weights(self) -> bool:
@@ -98,6 +130,7 @@ class Manifest:
                 "inputs": [spec.to_dict() for spec in self.contract.inputs],
                 "outputs": [spec.to_dict() for spec in self.contract.outputs],
                 "cache_pairs": [list(pair) for pair in self.contract.cache_pairs],
+                "parts": [list(bounds) for bounds in self.parts],
                 "files": self.files,
             }
         )
@@ -117,6 +150,7 @@ class Manifest:
         if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
             version = data.get("format_version") if isinstance(data, dict) else None
             raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
+        data.setdefault("parts", [])  # manifests from before there were any
         if set(data) != _MANIFEST_KEYS:
             raise BundleError(f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}")
         try:
@@ -134,6 +168,7 @@ class Manifest:
                     tuple((past, present) for past, present in data["cache_pairs"]),
                 ),
                 files={name: {"size_bytes": int(entry["size_bytes"]), "sha256": str(entry["sha256"])} for name, entry in data["files"].items()},
+                parts=tuple((first, stop) for first, stop in data["parts"]),
             )
             problem = _first_problem(manifest, data["opset"])
         except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -142,9 +177,21 @@ class Manifest:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
         if manifest.contract != graph_contract(manifest.config, manifest.unit, manifest.dtype):
             raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
-        if any(name not in OWN_FILES for name in manifest.files) or not {GRAPH_FILE, DATA_FILE} <= set(manifest.files):
-            raise BundleError(f"{subject}: got files {sorted(manifest.files)}, expected {GRAPH_FILE}, {DATA_FILE} and tokenizer files only")
+        graphs = graph_files(len(manifest.parts))
+        if any(name not in (*graphs, *OTHER_FILES) for name in manifest.files) or not set(graphs) <= set(manifest.files):
+            raise BundleError(f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} and tokenizer files only")
         return manifest
+
+
+def part_folder(index: int) -> str:
+    """The folder of one part inside a bundle's."""
+    return f"part{index}"
+
+
+def graph_files(n_parts: int) -> tuple[str, ...]:
+    """Graph and data files of a bundle in this many parts; 0 means one graph, in the bundle's own folder."""
+    folders = [f"{part_folder(index)}/" for index in range(n_parts)] or [""]
+    return tuple(f"{folder}{name}" for folder in folders for name in (GRAPH_FILE, DATA_FILE))
 
 
 def _first_problem(manifest: Manifest, opset: object) -> str | None:
@@ -163,6 +210,9 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (unit.first_layer, unit.n_layers))
     if not whole or not 0 <= unit.first_layer < unit.first_layer + unit.n_layers <= manifest.config.n_layers:
         return f"got layers {unit.first_layer!r} and {unit.n_layers!r} on, expected some of the model's {manifest.config.n_layers}"
+    in_parts = unit.kind != "component" and unit.cache == "in_place"
+    if manifest.parts and not (in_parts and manifest.parts == part_bounds(unit.n_layers, len(manifest.parts))):
+        return f"got parts {manifest.parts!r} for a {unit}"
     if manifest.attention_dtype not in (manifest.dtype, "fp32"):
         return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
     if not isinstance(manifest.max_positions, int) or not 1 <= manifest.max_positions <= manifest.config.context_length:
@@ -200,7 +250,8 @@ class Bundle:
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)))
-        bundle._check_files([GRAPH_FILE] if verify == "graph" else list(bundle.manifest.files))
+        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
+        bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
         return bundle
 
     def _check_files(self, checksums: list[str]) -> None:
@@ -222,6 +273,8 @@ class Bundle:
         Raises:
             BundleError: engines.json is damaged, or an engine is missing or not the one that was built.
         """
+        if self.manifest.parts:
+            return [f"{part.folder.name}/{name}" for part in self.parts for name in part.check_engines()]
         path = self.folder / ENGINES_FILE
         if not path.is_file():
             return []
@@ -235,6 +288,13 @@ class Bundle:
             if sha256_of(self.folder / name) != checksum:
                 raise BundleError(f"bundle {self.folder}: engine {name} has another SHA-256 than when it was built; build again")
         return [name for name, _ in records]
+
+    @property
+    def parts(self) -> list[Bundle]:
+        """The bundle itself, or one bundle for each part where the unit lies in several graphs."""
+        if not self.manifest.parts:
+            return [self]
+        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index)) for index in range(len(self.manifest.parts))]
 
     @property
     def graph_path(self) -> Path:
@@ -385,16 +445,25 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
         return
     owned = _owned_files(target)
-    for entry in target.iterdir():
+    folders = {name.partition("/")[0] for name in owned if "/" in name}
+    _keep_others(target, temporary, owned | folders)
+    for part in sorted(folders):
+        _keep_others(target / part, temporary / part, _engine_files(target / part) | {GRAPH_FILE, DATA_FILE, ENGINES_FILE})
+    _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
+
+
+def _keep_others(old: Path, new: Path, owned: set[str]) -> None:
+    """Takes along what lies in an older folder and is not its bundle's own."""
+    for entry in old.iterdir() if old.is_dir() else ():
         if entry.name in owned:
             continue
-        if (temporary / entry.name).exists():
-            raise InputError(f"output {target}: its {entry.name} was not written by an export and would be replaced; choose another -o")
+        if (new / entry.name).exists():
+            raise InputError(f"output {old}: its {entry.name} was not written by an export and would be replaced; choose another -o")
+        new.mkdir(exist_ok=True)
         if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, temporary / entry.name, symlinks=True, copy_function=_link_or_copy)
+            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
         else:
-            _link_or_copy(entry, temporary / entry.name)
-    _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
+            _link_or_copy(entry, new / entry.name)
 
 
 def _link_or_copy(source: str | Path, destination: str | Path) -> None:
@@ -410,12 +479,15 @@ def _owned_files(folder: Path) -> set[str]:
         files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
+    return files | _engine_files(folder) | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
+
+
+def _engine_files(folder: Path) -> set[str]:
     try:
         records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
-        files |= {record[key] for record in records for key in ("file", "graph_file")}
+        return {record[key] for record in records for key in ("file", "graph_file")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
-    return files | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
+        return set()
 
 
 def _exchange(first: Path, second: Path) -> None:
@@ -431,7 +503,7 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
+    for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -185,6 +185,15 @@ class Contract:
         return tuple(spec for spec in self.outputs if spec.name not in present)
 
 
+    def in_dtype(self, dtype: str, other: str) -> Contract:
+        """The same contract with every tensor of one dtype in another: what a graph's float32 twin keeps."""
+
+        def renamed(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec(spec.name, other if spec.dtype == dtype else spec.dtype, spec.axes) for spec in specs)
+
+        return Contract(renamed(self.inputs), renamed(self.outputs), self.cache_pairs)
+
+
 def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
     """The contract of one unit's graph."""
     if unit.kind == "component":
@@ -209,6 +218,44 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
     return Contract(
         inputs=step + tuple(TensorSpec(past, dtype, axes) for past, _ in pairs),
         outputs=(output, *(TensorSpec(present, dtype, axes) for _, present in pairs)),
+        cache_pairs=pairs,
+    )
+
+
+Bounds = tuple[int, int]  # first layer of a part and the one after its last, counted within the unit
+
+
+def part_bounds(n_layers: int, n_parts: int) -> tuple[Bounds, ...]:
+    """Consecutive parts of nearly equal length; longer ones come first.
+
+    Raises:
+        InputError: fewer than one part, or more parts than layers.
+    """
+    if not _is_count(n_parts) or n_parts > n_layers:
+        raise InputError(f"parts: got {n_parts!r}, expected 1 to {n_layers}, the layers of this unit")
+    stops = [n_layers * (part + 1) // n_parts for part in range(n_parts)]
+    lengths = sorted((stop - start for start, stop in zip([0, *stops], stops, strict=False)), reverse=True)
+    bounds, first = [], 0
+    for length in lengths:
+        bounds.append((first, first + length))
+        first += length
+    return tuple(bounds)
+
+
+def part_contract(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -> Contract:
+    """The contract of one part's graph: the unit's, between hidden states where others come before or after it.
+
+    Cache tensors keep the unit's numbers.
+    """
+    whole = graph_contract(config, unit, dtype)
+    hidden = (BATCH, SEQUENCE, config.hidden_size)
+    pairs = whole.cache_pairs[2 * bounds[0] : 2 * bounds[1]]
+    names = {name for pair in pairs for name in pair}
+    first = whole.step_inputs[0] if bounds[0] == 0 else TensorSpec("hidden_states", dtype, hidden)
+    last = whole.step_outputs[0] if bounds[1] == unit.n_layers else TensorSpec("hidden_states_out", dtype, hidden)
+    return Contract(
+        inputs=(first, *whole.step_inputs[1:], *(spec for spec in whole.inputs if spec.name in names)),
+        outputs=(last, *(spec for spec in whole.outputs if spec.name in names)),
         cache_pairs=pairs,
     )
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.assemble import assemble
-from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, new_folder, to_json
+from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, new_folder, part_folder, to_json
 from exporter.catalogue import ModelConfig
-from exporter.contract import Unit, check_max_positions, graph_contract, lookup_dtype, weight_shapes
+from exporter.contract import Bounds, Unit, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.interop import genai_config
@@ -26,13 +26,16 @@ from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.store import GraphWeights, write_graph
+from exporter.steppers.parts_stepper import open_parts
+from exporter.steppers.protocol import Stepper
+from exporter.store import bundle_weights, write_graph
 from exporter.tolerances import tolerance
 from exporter.twin import write_float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
 from exporter.validate_layers import LayerValidation
 from exporter.weights import RoundedWeights, WeightSource
 
+COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 VALIDATION_COPIES = 3  # of the weights in float32: eager's, onnxruntime's, and what a control or a twin adds
 
 
@@ -49,6 +52,7 @@ class ExportRequest:
         attention_dtype: None for the bundle's own, or "fp32" to run attention between casts.
         end_token_ids, tokenizer_files: what a whole model's bundle takes along.
         provenance: what report.json says of where all this came from.
+        n_parts: graphs that the unit is cut into, each of consecutive layers; 1 makes one graph.
     """
 
     config: ModelConfig
@@ -60,6 +64,30 @@ class ExportRequest:
     end_token_ids: tuple[int, ...] = ()
     tokenizer_files: tuple[Path, ...] = ()
     provenance: dict | None = None
+    n_parts: int = 1
+
+
+def parts_within(config: ModelConfig, unit: Unit, dtype: str, budget_bytes: int) -> int:
+    """The fewest parts of which each can be compiled within a budget: that takes about three times the part's weights.
+
+    Raises:
+        InputError: one layer alone needs more.
+    """
+    largest = 0
+    for n_parts in range(1, unit.n_layers + 1):
+        largest = max(COMPILE_COPIES * _part_bytes(config, unit, dtype, bounds) for bounds in part_bounds(unit.n_layers, n_parts))
+        if largest <= budget_bytes:
+            return n_parts
+    raise InputError(f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, what compiling one layer takes")
+
+
+def _part_bytes(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -> int:
+    """Weights of one part, the embedding with the first and the output head, tied or not, with the last."""
+    layers = Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])
+    parameters = sum(math.prod(shape) for shape in weight_shapes(config, layers).values())
+    if unit.kind == "model":
+        parameters += config.vocab_size * config.hidden_size * ((bounds[0] == 0) + (bounds[1] == unit.n_layers))
+    return parameters * lookup_dtype(dtype).n_bytes
 
 
 def export_bundle(
@@ -87,6 +115,9 @@ def export_bundle(
     if request.attention_dtype not in (None, request.dtype, "fp32"):
         raise InputError(f"attention dtype: got {request.attention_dtype!r}, expected {request.dtype} or fp32")
     max_positions = check_max_positions(request.max_positions, request.config)
+    if request.n_parts != 1 and (request.unit.kind == "component" or request.unit.cache != "in_place"):
+        raise InputError(f"parts: got {request.n_parts} for a {request.unit}, expected a stack or model with its cache in place")
+    part_bounds(request.unit.n_layers, request.n_parts)
     started = time.perf_counter()
     with new_folder(target) as folder:
         manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
@@ -109,15 +140,24 @@ def export_bundle(
 def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> tuple[Manifest, dict[str, int]]:
     """Writes all but the report; returns the manifest and how many values of each weight became zero."""
     attention_dtype = request.attention_dtype or request.dtype
-    say(f"trace: {request.unit}, {request.dtype}, {max_positions} positions")
-    graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype)
-    say("write: graph and weights")
-    written = write_graph(graph, folder, request.config, request.weights, progress)
-    if written.flushed:
-        n_flushed = sum(written.flushed.values())
-        say(f"note: {n_flushed:,} values of {len(written.flushed)} weights are too small for {request.dtype} and became zero; see report.json")
+    parts = part_bounds(request.unit.n_layers, request.n_parts) if request.n_parts != 1 else ()
+    files: dict[str, dict] = {}
+    flushed: dict[str, int] = {}
+    for index, part in enumerate(parts or [None]):
+        place = "" if part is None else f"{part_folder(index)}/"
+        (folder / place).mkdir(exist_ok=True)
+        what = request.unit if part is None else f"part {index + 1} of {len(parts)}, layers {part[0]}:{part[1]} of {request.unit}"
+        say(f"trace: {what}, {request.dtype}, {max_positions} positions")
+        graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype, part)
+        say("write: graph and weights")
+        written = write_graph(graph, folder / place, request.config, request.weights, progress)
+        flushed |= written.flushed
+        files |= {f"{place}{name}": file_entry(folder / place / name, written.checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
+        check_graph(folder / place / GRAPH_FILE, graph.contract)
+    if flushed:
+        n_flushed = sum(flushed.values())
+        say(f"note: {n_flushed:,} values of {len(flushed)} weights are too small for {request.dtype} and became zero; see report.json")
     is_model = request.unit.kind == "model"
-    files = {name: file_entry(folder / name, written.checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
     for path in request.tokenizer_files if is_model else ():
         shutil.copyfile(path, folder / path.name)
         files[path.name] = file_entry(folder / path.name)
@@ -125,8 +165,6 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
         settings = genai_config(request.config, max_positions, request.end_token_ids, GRAPH_FILE)
         (folder / GENAI_CONFIG_FILE).write_text(to_json(settings), encoding="utf-8")
         files[GENAI_CONFIG_FILE] = file_entry(folder / GENAI_CONFIG_FILE)
-    contract = graph_contract(request.config, request.unit, request.dtype)
-    check_graph(folder / GRAPH_FILE, contract)
     manifest = Manifest(
         config=request.config,
         unit=request.unit,
@@ -135,11 +173,12 @@ def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, prog
         max_positions=max_positions,
         weights=request.weights.description,
         end_token_ids=request.end_token_ids if is_model else (),
-        contract=contract,
+        contract=graph_contract(request.config, request.unit, request.dtype),
         files=files,
+        parts=parts,
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest, written.flushed
+    return manifest, flushed
 
 
 def validate_bundle(
@@ -171,7 +210,7 @@ def validate_bundle(
     """
     manifest = bundle.manifest
     config, unit, max_positions = manifest.config, manifest.unit, manifest.max_positions
-    rounded = RoundedWeights(weights or GraphWeights(bundle.folder, unit.first_layer, manifest.weights), manifest.dtype)
+    rounded = RoundedWeights(weights or bundle_weights(bundle), manifest.dtype)
     if _validates_by_layer(manifest, by_layer, say):
         return _validate_layers(bundle, rounded, seed, say)
     arithmetic = "fp32" if manifest.dtype == "bf16" else manifest.dtype  # what the graph is run in
@@ -185,8 +224,7 @@ def validate_bundle(
 
     reference, reference_description = run_eager("fp32")
     with tempfile.TemporaryDirectory() as scratch:
-        graph_path = write_float32_twin(bundle.folder, Path(scratch)) if manifest.dtype == "bf16" else bundle.graph_path
-        stepper = GrowingStepper(str(graph_path), inputs) if growing else OnnxruntimeStepper(str(graph_path), inputs, arithmetic)
+        stepper = open_onnxruntime(bundle, Path(scratch), growing)
         candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
         stepper.close()
     allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
@@ -199,6 +237,32 @@ def validate_bundle(
     section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
     return section, comparisons
+
+
+def open_onnxruntime(bundle: Bundle, scratch: Path, growing: bool = False) -> Stepper:
+    """A bundle in onnxruntime on the CPU as it can be compared there: in parts as one, a bf16 one as its float32 twin.
+
+    Args:
+        bundle: of any dtype.
+        scratch: a folder for twins, which must outlive the stepper.
+        growing: whether its cache grows.
+    """
+
+    def open_part(part: Bundle) -> Stepper:
+        manifest, path = part.manifest, part.graph_path
+        if manifest.dtype == "bf16":
+            folder = scratch / part.folder.name
+            folder.mkdir()
+            path = write_float32_twin(part.folder, folder)
+        dtype = "fp32" if manifest.dtype == "bf16" else manifest.dtype
+        if growing:
+            return GrowingStepper(str(path), graph_contract(manifest.config, dataclasses.replace(manifest.unit, cache="in_place"), dtype))
+        return OnnxruntimeStepper(str(path), manifest.contract.in_dtype(manifest.dtype, dtype), dtype)
+
+    stepper = open_parts(bundle, open_part)
+    if bundle.manifest.dtype == "bf16" and bundle.manifest.parts:
+        stepper.contract = bundle.manifest.contract.in_dtype("bf16", "fp32")
+    return stepper
 
 
 def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable[[str], None]) -> bool:

@@ -6,7 +6,9 @@ Memory: the largest slice, not the model. A tensor above SLICE_BYTES is read and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
-from exporter.bundle import DATA_FILE, GRAPH_FILE
+from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import DTYPES, ONNX_TYPES
 from exporter.errors import CheckpointError
@@ -58,26 +60,57 @@ def write_graph(
     Raises:
         CheckpointError: a weight is inf or NaN, or becomes so in the graph's dtype; names the tensor.
     """
-    digest, flushed = hashlib.sha256(), {}
-    offsets = place_weights(graph)
-    with open(folder / DATA_FILE, "wb") as file:
-
-        def emit(data: memoryview | bytes) -> None:
-            file.write(data)
-            digest.update(data)
-            progress(len(data))
-
-        for stored, offset in zip(graph.stored, offsets, strict=True):
-            emit(bytes(offset - file.tell()))
+    flushed: dict[str, int] = {}
+    end = 0
+    with _HashedFile(folder / DATA_FILE, progress) as file:
+        for stored, offset in zip(graph.stored, place_weights(graph), strict=True):
+            file.write(bytes(offset - end))
+            end = offset + stored.n_bytes
             for piece in _chunks(stored, config, weights):
                 chunk, n_flushed = _converted(stored, piece)
                 rows = chunk.T if stored.transposed else chunk
-                emit(memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy()))
                 if n_flushed:
                     flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
     (folder / GRAPH_FILE).write_bytes(model)
-    return WrittenGraph({DATA_FILE: digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
+    return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
+
+
+class _HashedFile:
+    """A file whose checksum is taken as it is written, both in a thread of its own while the next piece is being converted."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
+        self.digest = hashlib.sha256()
+        self._path, self._progress = path, progress
+        self._thread, self._pending = ThreadPoolExecutor(max_workers=1), deque()
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Queues a piece; waits where two are queued already, so that memory stays bounded.
+
+        Raises:
+            OSError: an earlier piece could not be written.
+        """
+        while len(self._pending) >= 2:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._write, data))
+
+    def _write(self, data: memoryview | bytes) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self._progress(len(data))
+
+    def __enter__(self) -> _HashedFile:
+        self._file = open(self._path, "wb")  # noqa: SIM115 - this object is the context manager
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            while self._pending and error is None:
+                self._pending.popleft().result()
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+            self._file.close()
 
 
 def place_weights(graph: AssembledGraph) -> list[int]:
@@ -147,30 +180,51 @@ def map_data(folder: Path) -> np.ndarray:
 
 
 class GraphWeights:
-    """A bundle's own weights as a source, mapped from its data file: nothing is copied until it is read.
+    """A graph's own weights as a source, each mapped from the data file for as long as its tensor lives.
 
     Raises (on construction):
-        OSError: the data file cannot be mapped.
+        OSError: the graph cannot be read.
     """
 
     def __init__(self, folder: Path, first_layer: int, description: dict) -> None:
         self.description = description
-        self._data = map_data(folder)
+        self._path = folder / DATA_FILE
         self._tensors = {}
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
             if tensor.external_data:
                 self._tensors[_canonical(tensor.name, first_layer)] = tensor
 
+    @property
+    def names(self) -> Set[str]:
+        return self._tensors.keys()
+
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         tensor = self._tensors[name]
-        where = {entry.key: entry.value for entry in tensor.external_data}
-        start, length = int(where["offset"]), int(where["length"])
+        where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
+        raw = np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))
         dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
-        raw = torch.from_numpy(np.asarray(self._data[start : start + length]))
-        weight = raw.view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
+        weight = torch.from_numpy(np.asarray(raw)).view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
         if name.startswith("blocks.") and weight.dim() == 2:
             weight = weight.T  # stored [in, out]
         return weight[columns] if weight.dim() == 1 else weight[rows, columns]
+
+
+class PartedWeights:
+    """The weights of several graphs as one source: each name is read from the graph that has it."""
+
+    def __init__(self, parts: Sequence[GraphWeights]) -> None:
+        self.description = parts[0].description
+        self._parts = parts
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        return next(part for part in self._parts if name in part.names).read(name, columns, rows)
+
+
+def bundle_weights(bundle: Bundle) -> WeightSource:
+    """A bundle's own weights, mapped from its data files."""
+    manifest = bundle.manifest
+    parts = [GraphWeights(part.folder, manifest.unit.first_layer, manifest.weights) for part in bundle.parts]
+    return parts[0] if len(parts) == 1 else PartedWeights(parts)
 
 
 def _canonical(name: str, first_layer: int) -> str:

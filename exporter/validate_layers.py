@@ -31,22 +31,21 @@ HIDDEN = "hidden_states"
 _VOCABULARY_RUN = 16384  # rows of the output head at a time
 
 
-def layer_names(unit: Unit, layer: int) -> tuple[str, str]:
-    """The values that a block's hidden states come in as and leave as, in the whole graph."""
-    first = "embedding" if unit.kind == "model" else HIDDEN
-    return (first if layer == 0 else f"blocks.{layer - 1}.mlp.residual"), f"blocks.{layer}.mlp.residual"
+def residual(layer: int) -> str:
+    """The value that a block's hidden states leave as."""
+    return f"blocks.{layer}.mlp.residual"
 
 
-def layer_graph(model: onnx.ModelProto, unit: Unit, layer: int, block: Contract) -> onnx.ModelProto:
+def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contract) -> onnx.ModelProto:
     """One block of a whole graph as a graph of its own with a block's contract; it holds no weights, only where they lie.
 
     Args:
         model: the whole graph, read without its data.
-        unit: what it covers.
-        layer: which of its blocks, from 0.
+        layer: which of its blocks, as the graph numbers them.
+        hidden_in: the value that its hidden states come in as.
         block: the contract of a block unit in the graph's dtype.
     """
-    hidden_in, hidden_out = layer_names(unit, layer)
+    hidden_out = residual(layer)
     presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
     nodes = _nodes_between(model.graph, [hidden_out, *presents, "attention_mask.real"], hidden_in)
     names = {hidden_in: HIDDEN}
@@ -65,7 +64,7 @@ def layer_graph(model: onnx.ModelProto, unit: Unit, layer: int, block: Contract)
 
 def head_graph(model: onnx.ModelProto, unit: Unit, dtype: str) -> tuple[onnx.ModelProto, Contract]:
     """Final norm and output head as a graph: hidden states [B, E] of the last tokens → float32 logits [B, V]."""
-    source = "last_token" if unit.logits == "last" else layer_names(unit, unit.n_layers - 1)[1]
+    source = "last_token" if unit.logits == "last" else residual(unit.n_layers - 1)
     nodes = [_renamed(node, {source: HIDDEN}) for node in _nodes_between(model.graph, ["logits"], source)]
     logits = next(value for value in model.graph.output if value.name == "logits")
     vocabulary = logits.type.tensor_type.shape.dim[-1].dim_value
@@ -125,33 +124,37 @@ class LayerValidation:
     def run(self, say: Callable[[str], None]) -> Iterator[Comparison]:
         """Every block's scenarios, then a model's embedding and head."""
         unit = self.bundle.manifest.unit
-        model = onnx.load(self.bundle.graph_path, load_external_data=False)
-        for layer in range(unit.n_layers):
-            say(f"validate: layer {layer + 1} of {unit.n_layers}")
-            yield from self._block(model, layer)
-        if unit.kind == "model":
-            say("validate: embedding and output head")
-            yield self._embedding(model)
-            yield self._head(model)
+        bounds = self.bundle.manifest.parts or ((0, unit.n_layers),)
+        for part, (first, stop) in zip(self.bundle.parts, bounds, strict=True):
+            model = onnx.load(part.graph_path, load_external_data=False)
+            if unit.kind == "model" and first == 0:
+                say("validate: embedding")
+                yield self._embedding(model, part.folder)
+            for layer in range(first, stop):
+                say(f"validate: layer {layer + 1} of {unit.n_layers}")
+                yield from self._block(model, part.folder, layer, "" if layer > first else HIDDEN if first or unit.kind != "model" else "embedding")
+            if unit.kind == "model" and stop == unit.n_layers:
+                say("validate: output head")
+                yield self._head(model, part.folder)
 
     @property
     def _arithmetic(self) -> str:
         return "fp32" if self.bundle.manifest.dtype == "bf16" else self.bundle.manifest.dtype
 
     @contextlib.contextmanager
-    def _open(self, piece: onnx.ModelProto, contract: Contract) -> Iterator[OnnxruntimeStepper]:
+    def _open(self, piece: onnx.ModelProto, folder: Path, contract: Contract) -> Iterator[OnnxruntimeStepper]:
         """The piece in onnxruntime, a bf16 one as its float32 twin."""
         with tempfile.TemporaryDirectory() as scratch:
             if self.bundle.manifest.dtype == "bf16":
-                stepper = OnnxruntimeStepper(str(widen_model(piece, self.bundle.folder, Path(scratch))), contract, "fp32")
+                stepper = OnnxruntimeStepper(str(widen_model(piece, folder, Path(scratch))), contract, "fp32")
             else:
-                stepper = OnnxruntimeStepper(piece.SerializeToString(), contract, self._arithmetic, data_folder=self.bundle.folder)
+                stepper = OnnxruntimeStepper(piece.SerializeToString(), contract, self._arithmetic, data_folder=folder)
             try:
                 yield stepper
             finally:
                 stepper.close()
 
-    def _block(self, model: onnx.ModelProto, layer: int) -> list[Comparison]:
+    def _block(self, model: onnx.ModelProto, folder: Path, layer: int, hidden_in: str) -> list[Comparison]:
         manifest = self.bundle.manifest
         config, positions = manifest.config, manifest.max_positions
         unit = Unit("block", first_layer=manifest.unit.first_layer + layer)
@@ -161,26 +164,27 @@ class LayerValidation:
             return record(config, unit, positions, EagerStepper.from_weights(config, unit, dtype, positions, self.weights), inputs, self.seed)
 
         reference = eager("fp32")
-        with self._open(layer_graph(model, manifest.unit, layer, graph_contract(config, unit, manifest.dtype)), inputs) as stepper:
+        piece = layer_graph(model, layer, hidden_in or residual(layer - 1), graph_contract(config, unit, manifest.dtype))
+        with self._open(piece, folder, inputs) as stepper:
             candidate = record(config, unit, positions, stepper, inputs, self.seed)
         comparisons = compare(reference, candidate, tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
         if not all(c.passed for c in comparisons):
             comparisons = judge_by_control(comparisons, reference, eager("fp64" if self._arithmetic == "fp32" else self._arithmetic))
         return [dataclasses.replace(c, scenario=f"layer {manifest.unit.first_layer + layer}: {c.scenario}") for c in comparisons]
 
-    def _embedding(self, model: onnx.ModelProto) -> Comparison:
+    def _embedding(self, model: onnx.ModelProto, folder: Path) -> Comparison:
         """Rows of the embedding, which must be the weights' own to the last bit."""
         manifest = self.bundle.manifest
         ids = np.random.default_rng(self.seed).integers(0, manifest.config.vocab_size, (2, 8))
         output = TensorSpec("embedding", self._arithmetic, ("batch_size", SEQUENCE, manifest.config.hidden_size))
         contract = Contract((TensorSpec("input_ids", "int64", ("batch_size", SEQUENCE)),), (output,))
         written = dataclasses.replace(contract, outputs=(dataclasses.replace(output, dtype=manifest.dtype),))
-        with self._open(_model(model, _nodes_between(model.graph, ["embedding"], ""), written, []), contract) as stepper:
+        with self._open(_model(model, _nodes_between(model.graph, ["embedding"], ""), written, []), folder, contract) as stepper:
             rows = stepper.run({"input_ids": ids})["embedding"]
         expected = [self.weights.read("embedding.weight", rows=slice(i, i + 1)).numpy()[0] for i in ids.flatten()]
         return compare_tensor("embedding", "embedding", [np.stack(expected).reshape(rows.shape)], [rows], 0.0)
 
-    def _head(self, model: onnx.ModelProto) -> Comparison:
+    def _head(self, model: onnx.ModelProto, folder: Path) -> Comparison:
         """Final norm and head on random hidden states, against the float32 product taken a run of the vocabulary at a time."""
         manifest, config = self.bundle.manifest, self.bundle.manifest.config
         piece, contract = head_graph(model, manifest.unit, manifest.dtype)
@@ -189,7 +193,7 @@ class LayerValidation:
             x = x[None]
         if self._arithmetic != manifest.dtype:
             contract = Contract((dataclasses.replace(contract.inputs[0], dtype="fp32"),), contract.outputs)
-        with self._open(piece, contract) as stepper:
+        with self._open(piece, folder, contract) as stepper:
             logits = stepper.run({HIDDEN: x})["logits"]
         norm = RMSNorm(config.hidden_size, config.norm_eps)
         norm.load_state_dict({"weight": self.weights.read("norm.weight")})

@@ -32,7 +32,7 @@ def open_stepper(
         raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
         return _open_tensorrt(bundle, max_batch, cache_capacity)
-    if backend == "auto" and not names and (bundle.folder / ENGINES_FILE).is_file():
+    if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
             return _open_tensorrt(bundle, max_batch, cache_capacity)
         except BackendError:
@@ -45,19 +45,20 @@ def open_stepper(
 
         return EagerStepper.from_bundle(bundle), capacity
     from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+    from exporter.steppers.parts_stepper import open_parts
 
-    return OnnxruntimeStepper.from_bundle(bundle, *names), capacity
+    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, *names)), capacity
 
 
 def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -> tuple[Stepper, int]:
     from engines.cuda import RuntimeCuda
-    from engines.tensorrt_stepper import find_engine, open_tensorrt
+    from engines.tensorrt_parts import find_engines, open_engines
 
-    record = find_engine(bundle, cache_capacity)
-    cuda = RuntimeCuda()
-    plan_memory(bundle.manifest, "tensorrt", max_batch, record.cache_capacity).check(cuda.free_bytes())
-    stepper = open_tensorrt(bundle, record, cuda)
+    records = find_engines(bundle, cache_capacity)
+    capacity, cuda = records[0].cache_capacity, RuntimeCuda()
+    plan_memory(bundle.manifest, "tensorrt", max_batch, capacity).check(cuda.free_bytes())
+    stepper = open_engines(bundle, records, cuda)
     if max_batch > stepper.max_batch:
         stepper.close()
-        raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {record.file} was built for")
-    return stepper, record.cache_capacity
+        raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for")
+    return stepper, capacity

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from exporter.bundle import DATA_FILE, Manifest
+from exporter.bundle import Manifest
 from exporter.contract import DTYPES, cache_capacity_step
 from exporter.errors import InputError
 from exporter.ledger import Ledger
@@ -82,7 +82,7 @@ def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity
     widest = 2 * config.hidden_size + 3 * config.intermediate_size
     logits = config.vocab_size * 4 * max_batch if manifest.unit.kind == "model" else 0
     return MemoryPlan(
-        weights_bytes=int(manifest.files[DATA_FILE]["size_bytes"] * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0)),
+        weights_bytes=int(manifest.weights_bytes * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0)),
         cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers,
         activations_bytes=max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits,
         max_batch=max_batch,

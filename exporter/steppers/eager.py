@@ -14,7 +14,7 @@ from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import TensorSpec, Unit, graph_contract, numpy_dtype
 from exporter.steppers.protocol import HostCache, Stepper
-from exporter.store import GraphWeights
+from exporter.store import bundle_weights
 from exporter.weights import WeightSource, load_eager
 
 
@@ -60,7 +60,7 @@ class EagerStepper(Stepper):
     def from_bundle(cls, bundle: Bundle) -> EagerStepper:
         """Fills the eager module from the weights that the bundle's graph uses, mapped from its data file."""
         manifest = bundle.manifest
-        weights = GraphWeights(bundle.folder, manifest.unit.first_layer, manifest.weights)
+        weights = bundle_weights(bundle)
         return cls.from_weights(manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, weights)
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:

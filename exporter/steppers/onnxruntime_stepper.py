@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -86,18 +87,30 @@ class OnnxruntimeStepper(Stepper):
         return kind(self.contract, n_rows, capacity)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        return {name: value.numpy() for name, value in self._run(feeds, cache, first_row).items()}
+
+    def pass_on(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> onnxruntime.OrtValue:
+        return self._run(feeds, cache, first_row)["hidden_states_out"]
+
+    def _run(self, feeds: Mapping[str, Any], cache: Cache | None, first_row: int) -> dict[str, onnxruntime.OrtValue]:
+        """A step whose feeds may be another step's values, and whose outputs stay onnxruntime's own."""
         binding = self._session.io_binding()
-        held = [np.ascontiguousarray(feeds[spec.name], numpy_dtype(spec.dtype)) for spec in self.contract.step_inputs]  # bound by address: kept alive
-        for spec, array in zip(self.contract.step_inputs, held, strict=True):
-            binding.bind_input(spec.name, "cpu", 0, self._types[spec.name], array.shape, array.ctypes.data)
+        held = []  # what is bound by its address: kept alive
+        for spec in self.contract.step_inputs:
+            x = feeds[spec.name]
+            if isinstance(x, onnxruntime.OrtValue):
+                binding.bind_ortvalue_input(spec.name, x)
+                continue
+            held.append(np.ascontiguousarray(x, numpy_dtype(spec.dtype)))
+            binding.bind_input(spec.name, "cpu", 0, self._types[spec.name], held[-1].shape, held[-1].ctypes.data)
         for spec in self.contract.step_outputs:
             binding.bind_output(spec.name, "cpu")
         if cache is not None:
-            self._bind_cache(binding, cache, first_row, len(held[0]))
+            self._bind_cache(binding, cache, first_row, len(feeds["write_indices"]))
         self._session.run_with_iobinding(binding)
         # outputs come in the order they were bound, which is not the graph's
         results = binding.get_outputs()[: len(self.contract.step_outputs)]
-        return {spec.name: result.numpy() for spec, result in zip(self.contract.step_outputs, results, strict=True)}
+        return {spec.name: result for spec, result in zip(self.contract.step_outputs, results, strict=True)}
 
     def _bind_cache(self, binding: onnxruntime.IOBinding, cache: Cache, first_row: int, n_rows: int) -> None:
         for (past, present), spec, (address, stride) in zip(self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True):

@@ -115,5 +115,10 @@ class Stepper(ABC):
             first_row: the first cache row that takes part.
         """
 
+    def pass_on(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> Any:
+        """Runs a step of a part that others follow: returns its hidden states in the form that the next part's stepper, one of
+        the same kind, takes as its `hidden_states` without a copy."""
+        return self.run(feeds, cache, first_row)["hidden_states_out"]
+
     def close(self) -> None:  # noqa: B027 - not abstract on purpose: most steppers hold nothing
         """Frees what the stepper holds; it cannot be used afterwards."""

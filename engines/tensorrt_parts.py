@@ -1,0 +1,64 @@
+"""A unit in several engines run as one: on one stream, each part reading hidden states where the one before leaves them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engines.cuda import Cuda
+from engines.dlpack import DeviceTensor
+from engines.records import EngineRecord
+from engines.tensorrt_stepper import TensorRTStepper, find_engine, open_tensorrt
+from exporter.bundle import Bundle
+from exporter.contract import Contract
+from exporter.errors import BundleError
+from exporter.steppers.parts_stepper import PartsCache, PartsStepper, open_parts
+from exporter.steppers.protocol import OnDevice, Stepper
+
+
+class TensorRTParts(PartsStepper, OnDevice):
+    """The engines of consecutive parts.
+
+    Attributes:
+        max_batch, max_seq_len, cache_capacity: what every part takes.
+    """
+
+    def __init__(self, contract: Contract, steppers: Sequence[TensorRTStepper]) -> None:
+        super().__init__(contract, steppers)
+        for previous, stepper in itertools.pairwise(steppers):
+            stepper.follow(previous)
+        self.max_batch = min(stepper.max_batch for stepper in steppers)
+        self.max_seq_len = min(stepper.max_seq_len for stepper in steppers)
+        self.cache_capacity = steppers[0].cache_capacity
+
+    def import_tensor(self, x: Any) -> DeviceTensor:
+        return self.steppers[0].import_tensor(x)
+
+    def to_host(self, tensor: DeviceTensor) -> np.ndarray:
+        return self.steppers[-1].to_host(tensor)
+
+    def run_on_device(self, feeds: Mapping[str, Any], cache: PartsCache, first_row: int = 0) -> dict[str, DeviceTensor]:
+        return self.steppers[-1].run_on_device(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
+
+
+def find_engines(bundle: Bundle, cache_capacity: int | None) -> list[EngineRecord]:
+    """The engine of each graph of a bundle that can be used here; raises as `find_engine`.
+
+    Raises:
+        BundleError: the parts' engines have different cache capacities.
+    """
+    records = [find_engine(part, cache_capacity) for part in bundle.parts]
+    capacities = sorted({record.cache_capacity for record in records})
+    if len(capacities) > 1:
+        raise BundleError(f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again")
+    return records
+
+
+def open_engines(bundle: Bundle, records: Sequence[EngineRecord], cuda: Cuda) -> Stepper:
+    """A stepper over the engines that `find_engines` has chosen; raises as `open_tensorrt`."""
+    chosen = iter(records)
+    stepper = open_parts(bundle, lambda part: open_tensorrt(part, next(chosen), cuda))
+    return TensorRTParts(bundle.manifest.contract, stepper.steppers) if bundle.manifest.parts else stepper

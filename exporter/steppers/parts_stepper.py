@@ -1,0 +1,89 @@
+"""A unit in several graphs stepped as one: each part runs in turn and hands its hidden states to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from exporter.bundle import Bundle
+from exporter.contract import Contract
+from exporter.steppers.protocol import Cache, Stepper
+
+
+class PartsCache(Cache):
+    """The caches of all parts as one, their tensors numbered through.
+
+    Attributes:
+        parts: the cache of each part.
+    """
+
+    def __init__(self, parts: Sequence[Cache]) -> None:
+        self.parts = parts
+        self.n_rows, self.capacity = parts[0].n_rows, parts[0].capacity
+
+    def zero(self, row: int, start: int, stop: int) -> None:
+        for part in self.parts:
+            part.zero(row, start, stop)
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        for part in self.parts:
+            part.copy(source, destination, length)
+
+    def read(self, row: int, length: int) -> list[np.ndarray]:
+        return [array for part in self.parts for array in part.read(row, length)]
+
+    def write(self, row: int, tensors: list[np.ndarray]) -> None:
+        remaining = iter(tensors)
+        for part in self.parts:
+            part.write(row, [tensor for _, tensor in zip(part.read(row, 0), remaining, strict=False)])
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+
+class PartsStepper(Stepper):
+    """Runs a unit whose graphs are consecutive parts, all on one backend.
+
+    Attributes:
+        steppers: of each part, in order.
+    """
+
+    def __init__(self, contract: Contract, steppers: Sequence[Stepper]) -> None:
+        self.contract, self.steppers = contract, list(steppers)
+        self.backend = steppers[0].backend
+        self.description = f"{steppers[0].description}, in {len(self.steppers)} parts"
+
+    def new_cache(self, n_rows: int, capacity: int) -> PartsCache:
+        return PartsCache([stepper.new_cache(n_rows, capacity) for stepper in self.steppers])
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache, first_row: int = 0) -> dict[str, np.ndarray]:
+        return self.steppers[-1].run(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
+
+    def _advance(self, feeds: Mapping[str, Any], cache: PartsCache, first_row: int) -> dict[str, Any]:
+        """Runs all parts but the last; returns the feeds of the last."""
+        feeds = dict(feeds)
+        for stepper, part in zip(self.steppers[:-1], cache.parts, strict=False):
+            feeds["hidden_states"] = stepper.pass_on(feeds, part, first_row)
+        return feeds
+
+    def close(self) -> None:
+        for stepper in self.steppers:
+            stepper.close()
+
+
+def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Stepper]) -> Stepper:
+    """A stepper over a bundle, whether it is one graph or several; steppers already open are closed when a later one fails."""
+    if not bundle.manifest.parts:
+        return open_part(bundle)
+    steppers: list[Stepper] = []
+    try:
+        for part in bundle.parts:
+            steppers.append(open_part(part))
+    except BaseException:
+        for stepper in steppers:
+            stepper.close()
+        raise
+    return PartsStepper(bundle.manifest.contract, steppers)
