@@ -101,7 +101,7 @@ class _HashedFile:
         self._progress(len(data))
 
     def __enter__(self) -> _HashedFile:
-        self._file = open(self._path, "wb")  # noqa: SIM115 - this object is the context manager
+        self._file = open(self._path, "wb")
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:

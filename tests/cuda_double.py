@@ -21,7 +21,7 @@ from engines.tensorrt_stepper import TensorRTStepper
 from exporter.bundle import Bundle
 from exporter.contract import BATCH, CAPACITY, SEQUENCE, TOTAL, numpy_dtype
 from exporter.steppers.eager import EagerStepper
-from exporter.steppers.protocol import HostCache
+from exporter.steppers.protocol import HostCache, Stepper
 from runtime import DecodeSession
 
 ENGINE = b"engine"  # the content of every engine file that the double knows
@@ -193,7 +193,7 @@ class ContextDouble:
 class EngineDouble:
     """ICudaEngine of one bundle, its profiles taken from the engine's record."""
 
-    def __init__(self, bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: EagerStepper):
+    def __init__(self, bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper):
         contract = bundle.manifest.contract
         self.cuda, self.capacity, self._record, self._stepper = cuda, record.cache_capacity, record, stepper
         self.specs = {spec.name: spec for spec in (*contract.inputs, *contract.outputs)}
@@ -247,9 +247,12 @@ class ILogger:
     ERROR, WARNING = 1, 2
 
 
-def tensorrt_double(bundle: Bundle, record: EngineRecord, cuda: CudaDouble) -> types.SimpleNamespace:
-    """A stand-in for the `tensorrt` module whose runtime loads this bundle's engine and no other."""
-    stepper = EagerStepper.from_bundle(bundle)
+def tensorrt_double(bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper | None = None) -> types.SimpleNamespace:
+    """A stand-in for the `tensorrt` module whose runtime loads this bundle's engine and no other.
+
+    What the engine computes is computed by `stepper`, by default the eager one.
+    """
+    stepper = stepper or EagerStepper.from_bundle(bundle)
 
     class Runtime:
         def __init__(self, logger):

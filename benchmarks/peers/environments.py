@@ -17,6 +17,9 @@ SCRIPTS = Path(__file__).parent
 
 PACKAGES = {
     "genai": ["onnxruntime-genai==0.18.0", "onnxruntime==1.32.0"],
+    "genai_builder": [
+        "onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "torch==2.13.0", "transformers==5.24.0", "onnx==1.23.2", "onnx-ir==1.1.0",
+    ],
     "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "onnxruntime==1.32.0", "torch==2.13.0"],
 }
 

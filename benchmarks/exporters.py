@@ -1,0 +1,67 @@
+"""Exporting the small real model, side by side with the exporters people would use instead: time and peak memory.
+
+python -m benchmarks.exporters CHECKPOINT     writes benchmarks/records/exporters.json
+
+All write a float32 ONNX model for generation from the same checkpoint, unvalidated, each in a process of its own; runs are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from benchmarks.machine import machine, stamp
+from benchmarks.peers.environments import PeerMissing, prepare
+from benchmarks.processes import measure, measure_command
+
+RECORD = Path(__file__).parent / "records" / "exporters.json"
+ROUNDS = 3
+OPTIMUM = (
+    "import sys; from optimum.exporters.onnx import main_export; "
+    "main_export(sys.argv[1], output=sys.argv[2], task='text-generation-with-past', do_validation=False)"
+)
+
+
+def ours(checkpoint: Path, folder: Path) -> dict:
+    return measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--dtype", "fp32", "--no-validate", "-o", str(folder))
+
+
+def optimum(checkpoint: Path, folder: Path) -> dict:
+    return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(checkpoint), str(folder)])
+
+
+def genai_builder(checkpoint: Path, folder: Path) -> dict:
+    cache = ["-c", str(folder.parent / "cache")]
+    arguments = ["-i", str(checkpoint), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
+    return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exporters")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    checkpoint = parser.parse_args().checkpoint.absolute()
+    runs: dict[str, list[dict]] = {}
+    missing: dict[str, str] = {}
+    for number in range(ROUNDS):
+        for exporter in (ours, optimum, genai_builder):
+            if exporter.__name__ in missing:
+                continue
+            with tempfile.TemporaryDirectory(dir="build") as scratch:
+                try:
+                    figures = exporter(checkpoint, Path(scratch) / "model")
+                except (PeerMissing, RuntimeError) as reason:
+                    missing[exporter.__name__] = str(reason)[-500:]
+                    continue
+            runs.setdefault(exporter.__name__, []).append(figures)
+            print(number, exporter.__name__, figures, flush=True)
+    medians = {name: {key: statistics.median(run[key] for run in of_one) for key in of_one[0]} for name, of_one in runs.items()}
+    ratios = {name: {key: round(values[key] / medians["ours"][key], 2) for key in values} for name, values in medians.items()}
+    print(json.dumps({"ratios to ours": ratios, "missing": missing}, indent=1))
+    RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "medians": medians, "ratios": ratios, "missing": missing}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
