@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
-SLICE_BYTES = 64 * 2**20
+SLICE_BYTES = 64 * 2**20  # of a piece, were it float32
+WORKERS = 2  # pieces read and converted at the same time
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,16 @@ def write_graph(
     """
     flushed: dict[str, int] = {}
     end = 0
+    offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, offset in zip(graph.stored, place_weights(graph), strict=True):
-            file.write(bytes(offset - end))
-            end = offset + stored.n_bytes
-            for piece in _chunks(stored, config, weights):
-                chunk, n_flushed = _converted(stored, piece)
-                rows = chunk.T if stored.transposed else chunk
-                file.write(memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy()))
-                if n_flushed:
-                    flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
+        for stored, data, n_flushed in _ahead(_pieces(graph.stored, config, weights)):
+            if offsets.get(stored.name) is not None:  # its first piece
+                offset = offsets.pop(stored.name)
+                file.write(bytes(offset - end))
+                end = offset + stored.n_bytes
+            file.write(data)
+            if n_flushed:
+                flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
     (folder / GRAPH_FILE).write_bytes(model)
     return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
@@ -131,20 +133,52 @@ def serialize_graph(graph: AssembledGraph) -> bytes:
     return ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
 
 
-def _chunks(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Tensor]:
-    """The weight in pieces of bounded size, in the source's dtype and layout; each makes a run of the stored tensor's rows."""
+Piece = tuple[StoredTensor, memoryview, int]  # what it is of, its bytes in file order, how many values became zero
+
+
+def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
+    """Runs pieces in order and yields their results, a few ahead of what is asked for, each on one thread of several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(max_workers=WORKERS) as pool:
+            running: deque[Future[Piece]] = deque()
+            for piece in pieces:
+                running.append(pool.submit(piece))
+                if len(running) > WORKERS:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pieces(tensors: list[StoredTensor], config: ModelConfig, weights: WeightSource) -> Iterator[Callable[[], Piece]]:
+    """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
+    for stored in tensors:
+        for read in _reads(stored, config, weights):
+            yield partial(_piece, stored, read)
+
+
+def _piece(stored: StoredTensor, read: Callable[[], Tensor]) -> Piece:
+    chunk, n_flushed = _converted(stored, read())
+    rows = chunk.T if stored.transposed else chunk
+    return stored, memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy()), n_flushed
+
+
+def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Callable[[], Tensor]]:
+    """Reads of the weight in its source's dtype and layout; each makes a run of the stored tensor's rows."""
     if stored.weight in ROPE_TABLES:
-        table = rotation_table(config, stored.shape[0] // 2)
-        yield torch.from_numpy(table[:, :, ROPE_TABLES.index(stored.weight)])
+        yield lambda: torch.from_numpy(rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.weight)])
         return
     if len(stored.shape) == 1:
-        yield weights.read(stored.weight)
+        yield partial(weights.read, stored.weight)
         return
     length, width = stored.shape
     step = max(1, SLICE_BYTES // (width * 4))
     for start in range(0, length, step):
         run = slice(start, min(start + step, length))  # of stored rows: the weight's columns where it is stored transposed
-        yield weights.read(stored.weight, run) if stored.transposed else weights.read(stored.weight, rows=run)
+        yield partial(weights.read, stored.weight, **({"columns": run} if stored.transposed else {"rows": run}))
 
 
 def _converted(stored: StoredTensor, piece: Tensor) -> tuple[Tensor, int]:

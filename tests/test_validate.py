@@ -135,13 +135,12 @@ def test_the_scenarios_cover_what_they_name():
 def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monkeypatch, dtype):
     import exporter.store
 
-    chunks = exporter.store._chunks
+    converted = exporter.store._converted
 
-    def damaged(stored, config, weights):
-        for chunk in chunks(stored, config, weights):
-            yield chunk * 1.1 if stored.name.endswith("up_proj.weight") else chunk
+    def damaged(stored, piece):
+        return converted(stored, piece * 1.1 if stored.name.endswith("up_proj.weight") else piece)
 
-    monkeypatch.setattr(exporter.store, "_chunks", damaged)
+    monkeypatch.setattr(exporter.store, "_converted", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
     with pytest.raises(CheckFailed, match="nothing was written"):
         export_bundle(request, tmp_path / "bundle")
