@@ -15,9 +15,10 @@ from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOp
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
 from engines.records import EngineRecord, read_records
 from exporter import cli
-from exporter.bundle import Bundle, write_atomically
+from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY
 from exporter.errors import InputError
+from exporter.placing import write_atomically
 
 if TYPE_CHECKING:
     from engines.compare import CompareRequest

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import gc
-import glob
 import hashlib
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from exporter.bundle import GRAPH_FILE, Bundle, Manifest, check_in_place, sha256
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.errors import CheckFailed, InputError
 from exporter.memory import peak_memory_bytes
+from exporter.placing import temporary_file
 
 
 @dataclass(frozen=True)
@@ -282,35 +279,3 @@ def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
 def first_sentence(errors: list[str]) -> str:
     """TensorRT's first error, which is the cause of the others, in one line."""
     return errors[0].splitlines()[0][:300] if errors else "it gave no reason"
-
-
-@contextlib.contextmanager
-def temporary_file(folder: Path, name: str) -> Iterator[Path]:
-    """A file in the folder that a killed build leaves behind and the next one of that name removes."""
-    prefix = f".{name}.partial-"
-    for leftover in folder.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError), open(leftover) as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftover.unlink()
-    try:
-        descriptor, path = _locked_file(folder, prefix)
-    except OSError as error:
-        raise InputError(f"output {folder}: it cannot be written ({error.strerror})") from None
-    try:
-        os.chmod(path, 0o644)
-        yield path
-    except OSError as error:
-        raise InputError(f"output {folder}: {error.strerror}; nothing was left behind") from None
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _locked_file(folder: Path, prefix: str) -> tuple[int, Path]:
-    """A new file and a descriptor that locks it."""
-    while True:
-        descriptor, path = tempfile.mkstemp(prefix=prefix, dir=folder)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.path.exists(path):  # else another build took it for a leftover before it was locked
-            return descriptor, Path(path)
-        os.close(descriptor)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from exporter.bundle import Bundle, write_atomically
+from exporter.bundle import Bundle
 from exporter.contract import Contract, numpy_dtype
 from exporter.errors import BackendError, InputError
+from exporter.placing import write_atomically
 from exporter.scenarios import RunLimits, cache_scenarios
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.protocol import Cache, Stepper

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.gpu import Gpu
-from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json, write_atomically
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json
 from exporter.errors import BundleError
+from exporter.placing import write_atomically
 
 FORMAT_VERSION = 1
 BUILD_OPTIONS = ("version_compatible",)  # what deciding about an engine needs of its options

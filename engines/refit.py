@@ -7,12 +7,12 @@ import time
 from dataclasses import replace
 
 from engines.backend import Backend
-from engines.build import temporary_file
 from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.records import EngineRecord, check_engine, check_runnable, publish
 from exporter.bundle import GRAPH_FILE, Bundle, sha256_of
 from exporter.errors import BundleError, CheckFailed
+from exporter.placing import temporary_file
 
 
 def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> EngineRecord:

@@ -222,10 +222,11 @@ def _request(arguments: argparse.Namespace):
 def _validate(arguments: argparse.Namespace) -> int:
     from exporter.bundle import Bundle
     from exporter.export import validate_bundle
+    from exporter.placing import write_report
 
     bundle = Bundle.open(arguments.bundle)
     section, comparisons = validate_bundle(bundle, seed=arguments.seed, by_layer=arguments.by_layer, say=cli.say)
-    bundle.write_report(bundle.read_report() | {"validation": section})
+    write_report(bundle, bundle.read_report() | {"validation": section})
     if arguments.format == "json":
         cli.print_json(section)
     else:

@@ -8,17 +8,8 @@ compiled from it. This module needs no torch and no onnx.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import fcntl
-import glob
 import hashlib
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -317,10 +308,6 @@ class Bundle:
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
 
-    def write_report(self, report: dict) -> None:
-        write_atomically(self.folder / REPORT_FILE, to_json(report))
-
-
 def check_in_place(bundle: Bundle) -> None:
     """Refuses a bundle whose cache grows, where it must be updated in place.
 
@@ -354,158 +341,3 @@ def sha256_of(path: Path) -> str:
 def file_entry(path: Path, sha256: str | None = None) -> dict:
     """The manifest's record of one file; its checksum is taken unless the writer already knows it."""
     return {"size_bytes": path.stat().st_size, "sha256": sha256 or sha256_of(path)}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small text file in one step: readers see the old or the new content, never a part.
-
-    Raises:
-        InputError: the folder cannot be written; the file is as before.
-    """
-    temporary = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise InputError(f"{path}: cannot be written ({error.strerror}); it is as before") from None
-        raise
-
-
-# --- writing a whole folder --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def new_folder(target: str | Path) -> Iterator[Path]:
-    """Gives a temporary sibling of `target` to write a folder into, and puts it in place when the body ends well.
-
-    An older bundle at `target` is replaced in one step; files there that are not that bundle's own stay. When the body
-    raises, nothing changes. Leftovers of killed runs are removed on the way.
-
-    Raises:
-        InputError: `target` is a file, or cannot be written, or holds somebody's file of a name that would be written.
-    """
-    target = Path(os.path.abspath(target))
-    if target.is_symlink():
-        target = target.resolve()
-    if target.exists() and not target.is_dir():
-        raise InputError(f"output {target}: it is a file, expected a folder or nothing; choose another -o")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        temporary, lock = _locked_sibling(target)
-    except OSError as error:
-        raise InputError(f"output {target}: cannot write beside it ({error.strerror}: {error.filename}); choose another -o") from None
-    try:
-        yield temporary
-        _put_in_place(temporary, target)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
-            where = f": {error.filename}" if error.filename else ""
-            raise InputError(f"output {target}: {error.strerror}{where}; nothing was left behind") from None
-        raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.close(lock)
-
-
-def _locked_sibling(target: Path) -> tuple[Path, int]:
-    """A new folder beside `target` and a descriptor that locks it; a leftover's lock is free, its owner being dead."""
-    while True:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
-        lock = os.open(temporary, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if temporary.exists():  # else another run took it for a leftover before it was locked
-            os.chmod(temporary, 0o755)
-            return temporary, lock
-        os.close(lock)
-
-
-def _remove_leftovers(target: Path) -> None:
-    for leftover in target.parent.glob(f"{glob.escape(f'.{target.name}')}.partial-*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(leftover, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(leftover, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _put_in_place(temporary: Path, target: Path) -> None:
-    _sync(temporary)
-    if not target.exists():
-        os.rename(temporary, target)
-        return
-    owned = _owned_files(target)
-    folders = {name.partition("/")[0] for name in owned if "/" in name}
-    _keep_others(target, temporary, owned | folders)
-    for part in sorted(folders):
-        _keep_others(target / part, temporary / part, _engine_files(target / part) | {GRAPH_FILE, DATA_FILE, ENGINES_FILE})
-    _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
-
-
-def _keep_others(old: Path, new: Path, owned: set[str]) -> None:
-    """Takes along what lies in an older folder and is not its bundle's own."""
-    for entry in old.iterdir() if old.is_dir() else ():
-        if entry.name in owned:
-            continue
-        if (new / entry.name).exists():
-            raise InputError(f"output {old}: its {entry.name} was not written by an export and would be replaced; choose another -o")
-        new.mkdir(exist_ok=True)
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(entry, new / entry.name)
-
-
-def _link_or_copy(source: str | Path, destination: str | Path) -> None:
-    try:
-        os.link(source, destination, follow_symlinks=False)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, destination, follow_symlinks=False)
-
-
-def _owned_files(folder: Path) -> set[str]:
-    """Names in a folder that a bundle there put into it: by its manifest and its engine records."""
-    try:
-        files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
-    return files | _engine_files(folder) | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
-
-
-def _engine_files(folder: Path) -> set[str]:
-    try:
-        records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
-        return {record[key] for record in records for key in ("file", "graph_file")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Swaps two folders in one step where the kernel can (renameat2), else in three renames."""
-    at_fdcwd, rename_exchange = -100, 2
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is not None and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0:
-        return
-    aside = first.with_name(first.name + ".old")
-    os.rename(second, aside)
-    os.rename(first, second)
-    os.rename(aside, first)
-
-
-def _sync(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -14,10 +14,11 @@ import pytest
 
 import exporter.bundle
 from exporter.__main__ import main
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, new_folder
+from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle
 from exporter.contract import Unit
 from exporter.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle
+from exporter.placing import new_folder, write_report
 from exporter.weights import RandomWeights
 from tests import bundle_folders
 from tests.bundle_folders import contents, identity, in_child
@@ -333,7 +334,7 @@ def test_a_report_that_cannot_be_written_is_refused_by_name(tiny_bundle):
             if os.geteuid() == 0:
                 os.setuid(NOBODY)
             try:
-                opened.write_report({})
+                write_report(opened, {})
                 return 1
             except InputError as error:
                 return 0 if parent in str(error) else 2

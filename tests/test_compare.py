@@ -22,6 +22,7 @@ from exporter.contract import COMPONENTS
 from exporter.errors import BackendError, InputError
 from exporter.scenarios import RunLimits, cache_scenarios
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from tests.cuda_double import double_session
 from tests.planted_faults import causal_with_key_lengths, doctored, scale_weight
 
 PAIR = ("onnxruntime", "interpreter")
@@ -225,7 +226,7 @@ def test_the_command_writes_its_page_and_its_polygraphy_files(tiny_bundle, tmp_p
 
 
 def test_polygraphys_own_comparator_drives_our_runners(tiny_bundle):
-    from polygraphy.comparator import Comparator, CompareFunc
+    from polygraphy.comparator import Comparator, SimpleCompareFunc
 
     from engines.polygraphy_files import StepperRunner, steps
 
@@ -235,8 +236,22 @@ def test_polygraphys_own_comparator_drives_our_runners(tiny_bundle):
     results = Comparator.run(runners, data_loader=feeds)
     assert len(results[0][1]) == len(feeds) > 15
     assert set(results[0][1][0]) == {spec.name for spec in bundle.manifest.contract.outputs}
-    assert Comparator.compare_accuracy(results, compare_func=CompareFunc.simple(atol=0.02, rtol=0.02))
-    assert not Comparator.compare_accuracy(results, compare_func=CompareFunc.simple(atol=0, rtol=0))
+    assert Comparator.compare_accuracy(results, compare_func=SimpleCompareFunc(atol=0.02, rtol=0.02))
+    assert not Comparator.compare_accuracy(results, compare_func=SimpleCompareFunc(atol=0, rtol=0))
+
+
+def test_the_runner_binds_past_and_present_of_a_tensorrt_engine_at_one_address(tiny_bundle):
+    """Over the double, which refuses to run where they lie apart."""
+    from engines.polygraphy_files import StepperRunner, steps
+
+    bundle = tiny_bundle("block", "fp32")
+    session = double_session(bundle, max_batch=4, cache_capacity=64)
+    with StepperRunner(lambda: session._stepper) as runner:
+        for inputs, expected in list(steps(bundle, 0, RunLimits(capacity=64)))[:4]:
+            outputs = runner.infer(inputs)
+            assert set(outputs) == set(expected) and runner.last_inference_time() > 0
+            for name, array in expected.items():
+                np.testing.assert_allclose(outputs[name], array, atol=1e-5)
 
 
 @pytest.mark.parametrize(("unit", "dtype"), [("component:rms_norm", "fp16"), ("block", "bf16")])

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from engines.__main__ import main
-from engines.build import temporary_file
 from engines.records import EngineRecord, check_engine, check_lineage, read_records
 from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
 from exporter.contract import Unit
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export_bundle
+from exporter.placing import temporary_file
 from exporter.weights import RandomWeights
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import exporter.bundle
-from exporter.bundle import Bundle, new_folder
+import exporter.placing
+from exporter.bundle import Bundle
+from exporter.placing import new_folder
 from tests import bundle_folders
 from tests.bundle_folders import contents, identity, in_child
 from tests.checkpoints import write_huggingface
@@ -60,7 +61,7 @@ def test_two_runs_at_once_both_end_well_and_the_later_one_wins(tmp_path, compone
 
 KILL_POINTS = {
     "before its lock is held": (fcntl, "flock"),
-    "before it is put in place": (exporter.bundle, "_put_in_place"),
+    "before it is put in place": (exporter.placing, "_put_in_place"),
     "after it was put in place": (shutil, "rmtree"),
 }
 

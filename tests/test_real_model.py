@@ -13,16 +13,10 @@ from runtime.sampling import Sampler
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
-    "Water boils at a temperature of",
     "def fibonacci(n):\n    ",
-    "The three primary colours are",
-    "In 1969, astronauts first",
-    "A good recipe for bread needs flour,",
     "Question: What is the largest planet? Answer:",
     "She opened the door and saw",
-    "The square root of 144 is",
-    "Photosynthesis is the process by which",
-]
+]  # more of them, and more tokens, in benchmarks/records/agreement.json
 
 
 @pytest.fixture(scope="module")

