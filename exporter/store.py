@@ -28,7 +28,7 @@ from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
-SLICE_BYTES = 64 * 2**20  # of a piece, were it float32
+SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
 WORKERS = 2  # pieces read and converted at the same time
 
 
