@@ -226,7 +226,8 @@ def test_any_order_of_operations_gives_each_sequence_the_logits_of_its_tokens(sm
     def serving() -> Serving:
         return Serving(open_backend(small_bundle, max_batch=Serving.ROWS, cache_capacity=Serving.CAPACITY), expected, done)
 
-    many = settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+    # derandomized: whether every rule comes up must not be left to chance (a rare end was missed once in six random runs)
+    many = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     stateful.run_state_machine_as_test(serving, settings=many)
     assert done.keys() == ENDS  # every rule was there to fail
     assert done.total() >= 2000
