@@ -34,8 +34,16 @@ def optimum(checkpoint: Path, folder: Path) -> dict:
 
 
 def genai_builder(checkpoint: Path, folder: Path) -> dict:
+    """The builder wants to read the architecture from config.json, which not every folder states."""
+    named = folder.parent / "checkpoint"
+    named.mkdir()
+    for path in checkpoint.iterdir():
+        (named / path.name).symlink_to(path)
+    (named / "config.json").unlink()
+    config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (named / "config.json").write_text(json.dumps(config))
     cache = ["-c", str(folder.parent / "cache")]
-    arguments = ["-i", str(checkpoint), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
+    arguments = ["-i", str(named), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
 
 
