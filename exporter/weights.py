@@ -6,6 +6,7 @@ Names and layouts are the contract's: projections are [out, in], q and k rows in
 from __future__ import annotations
 
 import hashlib
+import threading
 from typing import Protocol
 
 import torch
@@ -40,9 +41,18 @@ class RandomWeights:
             raise InputError(f"seed: got {seed}, expected 0 or more")
         self.description = {"source": "random", "seed": seed}
         self._seed = seed
+        self._last: tuple[str, Tensor] | None = None  # slices of one tensor are read one after the other, by several threads
+        self._lock = threading.Lock()
         self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = (name, self._draw(name))
+            noise = self._last[1]
+        return (noise[columns] if noise.dim() == 1 else noise[rows, columns]).clone()
+
+    def _draw(self, name: str) -> Tensor:
         shape = self._shapes[name]
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
@@ -51,7 +61,7 @@ class RandomWeights:
             noise.mul_(0.1).add_(1.0)
         elif name != "embedding.weight":
             noise.mul_(shape[-1] ** -0.5)
-        return noise[columns] if noise.dim() == 1 else noise[rows, columns]
+        return noise
 
 
 class RoundedWeights:
