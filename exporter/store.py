@@ -30,6 +30,7 @@ from exporter.weights import TORCH_DTYPES, WeightSource
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
 SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
 WORKERS = 2  # pieces read and converted at the same time
+KEPT_BUFFERS = 6  # of each size; more than are ever in flight
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ def write_graph(
     flushed: dict[str, int] = {}
     end = 0
     offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
+    buffers = _Buffers()
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, data, n_flushed in _ahead(_pieces(graph.stored, config, weights)):
-            if offsets.get(stored.name) is not None:  # its first piece
+        for stored, data, n_flushed in _ahead(_pieces(graph.stored, config, weights, buffers)):
+            if stored.name in offsets:  # its first piece
                 offset = offsets.pop(stored.name)
                 file.write(bytes(offset - end))
                 end = offset + stored.n_bytes
-            file.write(data)
+            file.write(memoryview(data.numpy()), partial(buffers.give_back, data))
             if n_flushed:
                 flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
@@ -87,20 +89,21 @@ class _HashedFile:
         self._path, self._progress = path, progress
         self._thread, self._pending = ThreadPoolExecutor(max_workers=1), deque()
 
-    def write(self, data: memoryview | bytes) -> None:
-        """Queues a piece; waits where two are queued already, so that memory stays bounded.
+    def write(self, data: memoryview | bytes, done: Callable[[], None] = lambda: None) -> None:
+        """Queues a piece; waits where two are queued already, so that memory stays bounded. `done` is called once it is written.
 
         Raises:
             OSError: an earlier piece could not be written.
         """
         while len(self._pending) >= 2:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._write, data))
+        self._pending.append(self._thread.submit(self._write, data, done))
 
-    def _write(self, data: memoryview | bytes) -> None:
+    def _write(self, data: memoryview | bytes, done: Callable[[], None]) -> None:
         self._file.write(data)
         self.digest.update(data)
         self._progress(len(data))
+        done()
 
     def __enter__(self) -> _HashedFile:
         self._file = open(self._path, "wb")
@@ -133,7 +136,26 @@ def serialize_graph(graph: AssembledGraph) -> bytes:
     return ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
 
 
-Piece = tuple[StoredTensor, memoryview, int]  # what it is of, its bytes in file order, how many values became zero
+class _Buffers:
+    """Memory of pieces in flight, used again: the page faults of fresh memory cost more than the conversion into it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}
+
+    def take(self, n_bytes: int) -> Tensor:
+        """A buffer uint8 [n_bytes] of any content."""
+        try:
+            return self._free[n_bytes].pop()
+        except (KeyError, IndexError):  # lists pop and append in one step each, so threads need no lock
+            return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def give_back(self, buffer: Tensor) -> None:
+        same_size = self._free.setdefault(buffer.numel(), [])
+        if len(same_size) < KEPT_BUFFERS:
+            same_size.append(buffer)
+
+
+Piece = tuple[StoredTensor, Tensor, int]  # what it is of, its bytes in file order uint8 [n], how many values became zero
 
 
 def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
@@ -153,17 +175,25 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
         torch.set_num_threads(threads)
 
 
-def _pieces(tensors: list[StoredTensor], config: ModelConfig, weights: WeightSource) -> Iterator[Callable[[], Piece]]:
+def _pieces(tensors: list[StoredTensor], config: ModelConfig, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
     for stored in tensors:
         for read in _reads(stored, config, weights):
-            yield partial(_piece, stored, read)
+            yield partial(_piece, stored, read, buffers)
 
 
-def _piece(stored: StoredTensor, read: Callable[[], Tensor]) -> Piece:
-    chunk, n_flushed = _converted(stored, read())
-    rows = chunk.T if stored.transposed else chunk
-    return stored, memoryview(rows.contiguous().reshape(-1).view(torch.uint8).numpy()), n_flushed
+def _piece(stored: StoredTensor, read: Callable[[], Tensor], buffers: _Buffers) -> Piece:
+    piece = read()
+    dtype = TORCH_DTYPES[stored.dtype]
+    data, scratch = (buffers.take(piece.numel() * dtype.itemsize) for _ in range(2))
+    chunk = scratch.view(dtype).view(piece.shape).copy_(piece)
+    n_flushed = _check_converted(stored, piece, chunk)
+    if stored.transposed:
+        data.view(dtype).view(*reversed(piece.shape)).copy_(chunk.T)
+    else:
+        data, scratch = scratch, data
+    buffers.give_back(scratch)
+    return stored, data, n_flushed
 
 
 def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Callable[[], Tensor]]:
@@ -181,9 +211,12 @@ def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> 
         yield partial(weights.read, stored.weight, **({"columns": run} if stored.transposed else {"rows": run}))
 
 
-def _converted(stored: StoredTensor, piece: Tensor) -> tuple[Tensor, int]:
-    """A piece in the graph's dtype, and how many of its values became zero on the way."""
-    chunk = piece.to(TORCH_DTYPES[stored.dtype])
+def _check_converted(stored: StoredTensor, piece: Tensor, chunk: Tensor) -> int:
+    """How many values of a piece became zero in its converted form.
+
+    Raises:
+        CheckpointError: a value is inf or NaN, or became so.
+    """
     if not all(bound.isfinite() for bound in torch.aminmax(chunk)):  # NaN among the values makes both bounds NaN
         n_bad = int((~piece.isfinite()).sum())
         if n_bad:
@@ -193,7 +226,7 @@ def _converted(stored: StoredTensor, piece: Tensor) -> tuple[Tensor, int]:
             f"weight {stored.weight}: {n_lost} of its values do not fit {stored.dtype}, the largest is {float(piece.abs().max()):.3g}; "
             "export with --dtype bf16 or fp32"
         )
-    return chunk, 0 if chunk.dtype == piece.dtype else _count_nonzero(piece) - _count_nonzero(chunk)
+    return 0 if chunk.dtype == piece.dtype else _count_nonzero(piece) - _count_nonzero(chunk)
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

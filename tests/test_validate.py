@@ -135,12 +135,12 @@ def test_the_scenarios_cover_what_they_name():
 def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monkeypatch, dtype):
     import exporter.store
 
-    converted = exporter.store._converted
+    make = exporter.store._piece
 
-    def damaged(stored, piece):
-        return converted(stored, piece * 1.1 if stored.name.endswith("up_proj.weight") else piece)
+    def damaged(stored, read, buffers):
+        return make(stored, (lambda: read() * 1.1) if stored.name.endswith("up_proj.weight") else read, buffers)
 
-    monkeypatch.setattr(exporter.store, "_converted", damaged)
+    monkeypatch.setattr(exporter.store, "_piece", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
     with pytest.raises(CheckFailed, match="nothing was written"):
         export_bundle(request, tmp_path / "bundle")
