@@ -153,7 +153,7 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
 )
 def test_every_unit_agrees_with_eager_over_several_seeds(tiny_bundle, unit, dtype):
     bundle = tiny_bundle(unit, dtype)
-    for seed in range(3):
+    for seed in range(2):
         section, _ = validate_bundle(bundle, RandomWeights(TINY, 0), seed)
         assert section["passed"], section
         assert section["through"] == ("float32 twin" if dtype == "bf16" else "the graph itself")
