@@ -6,7 +6,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, Observer, StepperObserver
 from engines.tensorrt_parts import find_engines, open_engines
 from exporter.bundle import Bundle, check_in_place
-from exporter.contract import Contract, check_cache_capacity, graph_contract
+from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
 from exporter.export import open_onnxruntime
 from exporter.scenarios import RunLimits
@@ -28,7 +28,7 @@ from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
 from exporter.store import bundle_weights
 from exporter.tolerances import Tolerance, tolerance
-from exporter.twin import write_float32_twin
+from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record
 from exporter.weights import RandomWeights, RoundedWeights, WeightSource
 
@@ -59,6 +59,7 @@ class StepDifference:
 
     @classmethod
     def measure(cls, a: np.ndarray, b: np.ndarray | None) -> StepDifference:
+        """Measures candidate `b` against reference `a`; infinite where `b` is missing, of another shape or not finite."""
         failed = cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, None)
         if b is None or b.shape != a.shape or not a.size:
             return failed
@@ -165,6 +166,7 @@ class Comparer:
     scratch: Path
 
     def run(self, backends: tuple[str, ...], left_out: dict[str, str]) -> CompareResult:
+        """Records every backend, holds the others against the first, and audits those that want it."""
         manifest = self.bundle.manifest
         recordings, descriptions = {}, {}
         for name in backends:
@@ -185,7 +187,7 @@ class Comparer:
                 widened = control.description if any(c.allowed > allowed.allowed for c in comparisons) else None
             tensors = tuple(TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons)
             results.append(BackendResult(name, descriptions[name], allowed, widened, tensors))
-        results = self._audited(results, reference)
+        results = self._audited(results)
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
     def record(self, stepper: Stepper) -> Recording:
@@ -194,6 +196,7 @@ class Comparer:
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Stepper]:
+        """The stepper of a backend, closed at the end; a bf16 graph runs on onnxruntime's CPU provider as its float32 twin."""
         manifest = self.bundle.manifest
         if name == "eager":
             stepper: Stepper = self._eager("fp32")
@@ -202,7 +205,7 @@ class Comparer:
         elif name == "tensorrt":
             stepper = open_engines(self.bundle, find_engines(self.bundle, self.limits.capacity), RuntimeCuda())
         elif manifest.dtype == "bf16" and self.request.provider in (None, "CPUExecutionProvider"):
-            stepper = open_onnxruntime(self.bundle, self._scratch_folder())
+            stepper = open_onnxruntime(self.bundle, self.scratch)
             stepper.description += ", through the graph's float32 twin"
         else:
             stepper = open_parts(self.bundle, lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider))
@@ -222,24 +225,10 @@ class Comparer:
         stepper = self._eager("fp64" if dtype == "fp32" else dtype)
         return Control(exact, self.record(stepper), stepper.description)
 
-    def _scratch_folder(self) -> Path:
-        return Path(tempfile.mkdtemp(dir=self.scratch))
-
-    def _twin(self) -> Path:
-        folder = self.scratch / "twin"
-        if not folder.is_dir():
-            folder.mkdir()
-            write_float32_twin(self.bundle.folder, folder)
-        return folder / self.bundle.graph_path.name
-
-    def _twin_contract(self) -> Contract:
-        manifest = self.bundle.manifest
-        return graph_contract(manifest.config, manifest.unit, "fp32")
-
     # --- audit ---------------------------------------------------------------------------------------------------------------
 
-    def _audited(self, results: list[BackendResult], reference_name: str) -> list[BackendResult]:
-        """The results with an audit of those that want one; the reference is audited too where a candidate failed against it."""
+    def _audited(self, results: list[BackendResult]) -> list[BackendResult]:
+        """The results with an audit of those that want one."""
         wanted = [r.backend for r in results if self.request.audit or (self.request.audit is None and not r.passed)]
         wanted = [name for name in wanted if name in AUDITED]
         if not wanted:
@@ -258,7 +247,7 @@ class Comparer:
             observer = self.observer(name, reference)
             audits[name] = audit(reference, observer)
             observer.close()
-        return [BackendResult(r.backend, r.description, r.tolerance, r.control, r.tensors, audits.get(r.backend)) for r in results]
+        return [replace(r, audit=audits.get(r.backend)) for r in results]
 
     def reference(self) -> Reference:
         manifest = self.bundle.manifest
@@ -269,9 +258,10 @@ class Comparer:
     def observer(self, name: str, reference: Reference) -> Observer:
         if name == "interpreter":
             return StepperObserver(InterpreterStepper.from_bundle(self.bundle, self.request.parser), reference.names)
+        contract = self.bundle.manifest.contract
         if self.bundle.manifest.dtype == "bf16":
-            return GraphObserver(self._twin(), self._twin_contract(), reference.names)
-        return GraphObserver(self.bundle.graph_path, self.bundle.manifest.contract, reference.names)
+            return GraphObserver(float32_twin(self.bundle.folder, self.scratch), contract.in_dtype("bf16", "fp32"), reference.names)
+        return GraphObserver(self.bundle.graph_path, contract, reference.names)
 
 
 def compare_bundle(

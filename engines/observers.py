@@ -108,6 +108,7 @@ class GraphObserver(Observer):
         return open_session(model.SerializeToString(), data_folder=self._path.parent)
 
     def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
+        """As `Observer.observe`; the graph cut at every named value is made at the first step that gives any."""
         session, inputs = self._tapped, {}
         if given is not None:
             if self._cut is None:

@@ -62,6 +62,7 @@ class StepperRunner(BaseRunner):
         return metadata
 
     def infer_impl(self, feed_dict: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
+        """One step: the cache starts as the past tensors of `feed_dict`; outputs include the present tensors."""
         contract = self._stepper.contract
         if not contract.cache_pairs:
             return self._timed(feed_dict)

@@ -6,6 +6,7 @@ Shape letters: B batch, T new tokens, P past, L = total length read, C capacity,
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -233,13 +234,9 @@ def part_bounds(n_layers: int, n_parts: int) -> tuple[Bounds, ...]:
     """
     if not _is_count(n_parts) or n_parts > n_layers:
         raise InputError(f"parts: got {n_parts!r}, expected 1 to {n_layers}, the layers of this unit")
-    stops = [n_layers * (part + 1) // n_parts for part in range(n_parts)]
-    lengths = sorted((stop - start for start, stop in zip([0, *stops], stops, strict=False)), reverse=True)
-    bounds, first = [], 0
-    for length in lengths:
-        bounds.append((first, first + length))
-        first += length
-    return tuple(bounds)
+    length, longer = divmod(n_layers, n_parts)  # the first `longer` parts have one layer more
+    starts = [part * length + min(part, longer) for part in range(n_parts + 1)]
+    return tuple(itertools.pairwise(starts))
 
 
 def part_contract(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -> Contract:

@@ -31,7 +31,7 @@ from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
 from exporter.store import bundle_weights, write_graph
 from exporter.tolerances import tolerance
-from exporter.twin import write_float32_twin
+from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
 from exporter.validate_layers import LayerValidation
 from exporter.weights import RoundedWeights, WeightSource
@@ -252,9 +252,7 @@ def open_onnxruntime(bundle: Bundle, scratch: Path, growing: bool = False) -> St
     def open_part(part: Bundle) -> Stepper:
         manifest, path = part.manifest, part.graph_path
         if manifest.dtype == "bf16":
-            folder = scratch / part.folder.name
-            folder.mkdir()
-            path = write_float32_twin(part.folder, folder)
+            path = float32_twin(part.folder, scratch)
         dtype = "fp32" if manifest.dtype == "bf16" else manifest.dtype
         if growing:
             return GrowingStepper(str(path), graph_contract(manifest.config, dataclasses.replace(manifest.unit, cache="in_place"), dtype))

@@ -19,8 +19,12 @@ from exporter.store import ALIGNMENT_BYTES, map_data
 _BFLOAT16 = DTYPES["bf16"].numpy
 
 
-def write_float32_twin(bundle_folder: Path, folder: Path) -> Path:
-    """Writes the twin of a bundle's graph into `folder`, one tensor in memory at a time; returns the path of its graph."""
+def float32_twin(bundle_folder: Path, scratch: Path) -> Path:
+    """The path of the twin of a bundle's graph, written into a folder of its own in `scratch` where it is not there yet."""
+    folder = scratch / f"{bundle_folder.name}.twin"
+    if folder.is_dir():
+        return folder / GRAPH_FILE
+    folder.mkdir()
     return widen_model(onnx.load(bundle_folder / GRAPH_FILE, load_external_data=False), bundle_folder, folder)
 
 

@@ -200,6 +200,7 @@ def concatenation(layer: Any) -> Compute:
 
 
 def gather(layer: Any) -> Compute:
+    """By whole slices along an axis (DEFAULT), element by element (ELEMENT), or by index tuples in each batch row (ND)."""
     axis, mode, batch_dims = layer.axis, layer.mode.name, layer.num_elementwise_dims
     if mode == "ELEMENT":
         return lambda data, indices: data.gather(axis, indices.long())
