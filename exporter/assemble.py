@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
@@ -31,7 +30,7 @@ from exporter.contract import (
     numpy_dtype,
     part_contract,
 )
-from exporter.trace import Fragment, trace_fragment
+from exporter.trace import Fragment, Piece, trace_fragments
 
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
 
@@ -98,7 +97,7 @@ class _Assembly:
             self.values[spec.name] = ir.Value(name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype])))
 
     def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
-        fragment = _component_fragment(config, unit.component, self.dtype, float32_attention)
+        (fragment,) = trace_fragments([_component_piece(config, unit.component, self.dtype, float32_attention)])
         owner = {"rms_norm": "attention_norm.", "prepare_qkv": "attention.", "merge_project": "attention."}.get(unit.component, "mlp.")
         weights = {
             name: (f"blocks.0.{owner}{name}", f"blocks.{unit.first_layer}.{owner}{name}", name.count(".") == 1) for name in fragment.parameters
@@ -110,39 +109,44 @@ class _Assembly:
         """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
         step = self.values
         growing = unit.cache == "growing"
-        shared, real = self._prologue(config, max_positions, growing)
-        if unit.kind == "model" and part[0] == 0:
-            embedding = _embedding_fragment(config, self.dtype)
-            (hidden,) = self.add(embedding, [step["input_ids"]], "", {"weight": ("embedding.weight", "embedding.weight", False)})
-        else:
-            hidden = step["hidden_states"]
-        block = _block_fragment(config, self.dtype, float32_attention, growing)
+        embeds = unit.kind == "model" and part[0] == 0
+        ends = unit.kind == "model" and part[1] == unit.n_layers
+        pieces = [
+            _prologue_piece(config, max_positions, growing),
+            _block_piece(config, self.dtype, float32_attention, growing),
+            _head_piece(config, self.dtype, unit.logits) if ends else _zero_pads_piece(config, self.dtype),
+            *([_embedding_piece(config, self.dtype)] if embeds else []),
+        ]
+        prologue, block, epilogue, *embedding = trace_fragments(pieces)
+        shared, real = self._prologue(prologue, growing)
+        hidden = step["input_ids" if embeds else "hidden_states"]
+        for fragment in embedding:
+            (hidden,) = self.add(fragment, [hidden], "", {"weight": ("embedding.weight", "embedding.weight", False)})
         for layer in range(*part):
             cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
             weights = {name: _block_weight(name, layer, unit.first_layer) for name in block.parameters}
             hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
-        if unit.kind == "model" and part[1] == unit.n_layers:
-            self._head(config, unit, hidden)
+        if ends:
+            self._head(epilogue, config, unit, hidden)
         else:
-            (self.outputs["hidden_states_out"],) = self.add(_zero_pads_fragment(config, self.dtype), [hidden, real], "", {})
+            (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, real], "", {})
 
-    def _prologue(self, config: ModelConfig, max_positions: int, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
+    def _prologue(self, prologue: Fragment, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
         """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
         tables = dict(zip(("rope_cos", "rope_sin"), ((name, name, False) for name in ROPE_TABLES), strict=True))
         names = ("position_ids", "attention_mask") if growing else ("position_ids", "write_indices", "attention_mask")
-        results = self.add(_prologue_fragment(config, max_positions, growing), [self.values[name] for name in names], "", tables)
+        results = self.add(prologue, [self.values[name] for name in names], "", tables)
         if growing:
             return results, None
         *shared, real = results
         return [*shared, self.values["write_indices"]], real
 
-    def _head(self, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
-        head = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
-        weights = {"weight": (head, head, False), "norm.weight": ("norm.weight", "norm.weight", False)}
+    def _head(self, head: Fragment, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
+        matrix = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
+        weights = {"weight": (matrix, matrix, False), "norm.weight": ("norm.weight", "norm.weight", False)}
         names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
-        arguments = [hidden, *(self.values[name] for name in names)]
-        (self.outputs["logits"],) = self.add(_head_fragment(config, self.dtype, unit.logits), arguments, "", weights)
+        (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
     def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]) -> list[ir.Value]:
         """Clones a fragment's nodes onto `arguments`; returns its outputs.
@@ -155,9 +159,8 @@ class _Assembly:
         for constant in fragment.constants:
             mapping[constant] = self._constant(constant)
         for node in fragment.graph:
-            clone = ir.Node(
-                node.domain, node.op_type, [mapping.get(value) for value in node.inputs], list(node.attributes.values()), name=prefix + node.name
-            )
+            inputs = [value and mapping[value] for value in node.inputs]
+            clone = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), name=prefix + node.name)
             for old, new in zip(node.outputs, clone.outputs, strict=True):
                 new.name, new.shape, new.type = prefix + old.name, old.shape and old.shape.copy(), old.type
                 mapping[old] = new
@@ -210,35 +213,30 @@ def _block_weight(parameter: str, layer: int, first_layer: int) -> tuple[str, st
     return f"blocks.{layer}.{name}", f"blocks.{layer + first_layer}.{name}", module not in ("attention_norm", "ffn_norm")
 
 
-# --- the fragments, each traced once: bundles of slices, parts and other dtypes share them ----------------------------------
+# --- the pieces that a graph is joined from ---------------------------------------------------------------------------------
 
 
-@lru_cache
-def _component_fragment(config: ModelConfig, component: str, dtype: str, float32_attention: bool) -> Fragment:
+def _component_piece(config: ModelConfig, component: str, dtype: str, float32_attention: bool) -> Piece:
     contract = graph_contract(config, Unit("component", component), dtype)
-    names = [spec.name for spec in contract.outputs]
-    return trace_fragment(lambda: traced.traced_component(config, component, float32_attention), dtype, list(contract.inputs), names)
+    names = tuple(spec.name for spec in contract.outputs)
+    return Piece(traced.traced_component, (config, component, float32_attention), dtype, contract.inputs, names)
 
 
-@lru_cache
-def _prologue_fragment(config: ModelConfig, max_positions: int, growing: bool) -> Fragment:
+def _prologue_piece(config: ModelConfig, max_positions: int, growing: bool) -> Piece:
     positions, mask = _spec("position_ids", "int64", BATCH, SEQUENCE), _spec("attention_mask", "int64", BATCH, TOTAL)
     if growing:
-        return trace_fragment(lambda: traced.GrowingPrologue(config, max_positions), "fp32", [positions, mask], ["cos", "sin", "visible"])
-    inputs = [positions, _spec("write_indices", "int64", BATCH), mask]
-    return trace_fragment(lambda: traced.Prologue(config, max_positions), "fp32", inputs, ["cos", "sin", "visible", "total", "real"])
+        return Piece(traced.GrowingPrologue, (config, max_positions), "fp32", (positions, mask), ("cos", "sin", "visible"))
+    inputs = (positions, _spec("write_indices", "int64", BATCH), mask)
+    return Piece(traced.Prologue, (config, max_positions), "fp32", inputs, ("cos", "sin", "visible", "total", "real"))
 
 
-@lru_cache
-def _embedding_fragment(config: ModelConfig, dtype: str) -> Fragment:
-    return trace_fragment(lambda: traced.Embedding(config), dtype, [_spec("input_ids", "int64", BATCH, SEQUENCE)], ["embedding"])
+def _embedding_piece(config: ModelConfig, dtype: str) -> Piece:
+    return Piece(traced.Embedding, (config,), dtype, (_spec("input_ids", "int64", BATCH, SEQUENCE),), ("embedding",))
 
 
-@lru_cache
-def _block_fragment(config: ModelConfig, dtype: str, float32_attention: bool, growing: bool) -> Fragment:
+def _block_piece(config: ModelConfig, dtype: str, float32_attention: bool, growing: bool) -> Piece:
     cache_axes = (BATCH, config.n_kv_heads, PAST if growing else CAPACITY, config.head_dim)
-    block = traced.GrowingBlock if growing else traced.TracedBlock
-    inputs = [
+    inputs = (
         _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
         _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
         _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
@@ -246,22 +244,20 @@ def _block_fragment(config: ModelConfig, dtype: str, float32_attention: bool, gr
         *([] if growing else [_spec("total", "int64", 1), _spec("write_indices", "int64", BATCH)]),
         _spec("past_key", dtype, *cache_axes),
         _spec("past_value", dtype, *cache_axes),
-    ]
-    return trace_fragment(lambda: block(config, float32_attention), dtype, inputs, ["out", "present_key", "present_value"])
+    )
+    block = traced.GrowingBlock if growing else traced.TracedBlock
+    return Piece(block, (config, float32_attention), dtype, inputs, ("out", "present_key", "present_value"))
 
 
-@lru_cache
-def _zero_pads_fragment(config: ModelConfig, dtype: str) -> Fragment:
-    inputs = [_spec("x", dtype, BATCH, SEQUENCE, config.hidden_size), _spec("real", "bool", BATCH, SEQUENCE)]
-    return trace_fragment(traced.ZeroPads, dtype, inputs, ["hidden_states_out"])
+def _zero_pads_piece(config: ModelConfig, dtype: str) -> Piece:
+    inputs = (_spec("x", dtype, BATCH, SEQUENCE, config.hidden_size), _spec("real", "bool", BATCH, SEQUENCE))
+    return Piece(traced.ZeroPads, (), dtype, inputs, ("hidden_states_out",))
 
 
-@lru_cache
-def _head_fragment(config: ModelConfig, dtype: str, logits: str) -> Fragment:
+def _head_piece(config: ModelConfig, dtype: str, logits: str) -> Piece:
     x = _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size)
-    last = [_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL)]
-    inputs = [x, *(last if logits == "last" else [])]
-    return trace_fragment(lambda: traced.Head(config, logits), dtype, inputs, ["logits"])
+    last = (_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL))
+    return Piece(traced.Head, (config, logits), dtype, (x, *(last if logits == "last" else ())), ("logits",))
 
 
 def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:

@@ -1,4 +1,4 @@
-"""Traces one fragment of the decoder with torch.onnx.export, without allocating a weight, into a clean named graph."""
+"""Traces fragments of the decoder with torch.onnx.export, without allocating a weight, into clean named graphs."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import contextlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import onnx_ir as ir
 import torch
 from onnxscript import optimizer
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exporter.contract import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec
@@ -21,6 +22,25 @@ from exporter.weights import TORCH_DTYPES
 
 # Distinct example sizes, so that no two axes can merge; none is 0 or 1, which torch.export would freeze.
 EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, PAST: 4, TOTAL: 7, CAPACITY: 11}
+
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module to be traced. Equal pieces are traced once a process: bundles of slices and parts share them.
+
+    Attributes:
+        module: makes the module of `arguments`; called with fake tensors, so no weight is allocated.
+        dtype: the parameters' dtype name.
+        inputs: the module's arguments in order, with their symbolic axes.
+        outputs: names for its results in order.
+    """
+
+    module: Callable[..., nn.Module]
+    arguments: tuple
+    dtype: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass
@@ -38,30 +58,49 @@ class Fragment:
     constants: list[ir.Value] = field(default_factory=list)
 
 
-def trace_fragment(build: Callable[[], nn.Module], dtype: str, inputs: list[TensorSpec], outputs: list[str]) -> Fragment:
-    """Traces the module that `build` makes, its parameters in `dtype`.
+_traced: dict[Piece, Fragment] = {}
 
-    Args:
-        build: makes the module; called with fake tensors, so no weight is allocated.
-        dtype: the parameters' dtype name.
-        inputs: the module's arguments in order, with their symbolic axes.
-        outputs: names for its results in order.
-    """
+
+def trace_fragments(pieces: Sequence[Piece]) -> list[Fragment]:
+    """The fragments of `pieces`, in order. Those not seen before are traced together: each call of the exporter has a fixed cost."""
+    missing = [piece for piece in dict.fromkeys(pieces) if piece not in _traced]
+    if missing:
+        _traced.update(zip(missing, _trace(missing), strict=True))
+    return [_traced[piece] for piece in pieces]
+
+
+def _trace(pieces: Sequence[Piece]) -> list[Fragment]:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        module = _build_in(dtype, build).eval()
+        modules = nn.ModuleList(_build(piece) for piece in pieces).eval()
+        counts = [len(piece.inputs) for piece in pieces]
         with _quiet_exporter():
             program = torch.onnx.export(
-                module,
-                tuple(_example(spec) for spec in inputs),
+                _SideBySide(modules, counts),
+                tuple(_example(spec, index) for index, piece in enumerate(pieces) for spec in piece.inputs),
                 dynamo=True,
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
-                input_names=[spec.name for spec in inputs],
-                output_names=outputs,
-                dynamic_shapes=_dynamic_shapes(inputs),
+                dynamic_shapes=(_dynamic_shapes(pieces),),
             )
-    return _clean(program.model, [name for name, _ in module.named_parameters()])
+    return _split(program.model, pieces, [[name for name, _ in module.named_parameters()] for module in modules])
+
+
+class _SideBySide(nn.Module):
+    """Several modules as one, each on its own arguments; the results of all, in order."""
+
+    def __init__(self, modules: nn.ModuleList, counts: list[int]) -> None:
+        super().__init__()
+        self.pieces = modules
+        self.counts = counts
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        rest, results = list(arguments), []
+        for module, count in zip(self.pieces, self.counts, strict=True):
+            result = module(*rest[:count])
+            results += result if isinstance(result, tuple) else (result,)
+            del rest[:count]
+        return tuple(results)
 
 
 @contextlib.contextmanager
@@ -78,47 +117,97 @@ def _quiet_exporter() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _build_in(dtype: str, build: Callable[[], nn.Module]) -> nn.Module:
-    """Makes a module whose parameters are created in `dtype`; fake parameters cannot be converted afterwards."""
+def _build(piece: Piece) -> nn.Module:
+    """Makes a module whose parameters are created in the piece's dtype; fake parameters cannot be converted afterwards."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(TORCH_DTYPES[dtype])
+    torch.set_default_dtype(TORCH_DTYPES[piece.dtype])
     try:
-        return build()
+        return piece.module(*piece.arguments)
     finally:
         torch.set_default_dtype(default)
 
 
-def _example(spec: TensorSpec) -> torch.Tensor:
-    shape = [EXAMPLE_SIZES.get(axis, axis) for axis in spec.axes]
+def _example(spec: TensorSpec, index: int) -> Tensor:
+    shape = [_example_size(axis, index) if isinstance(axis, str) else axis for axis in spec.axes]
     return torch.empty(shape, dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
 
 
-def _dynamic_shapes(inputs: list[TensorSpec]) -> tuple:
-    dims = {name: torch.export.Dim(name) for name in EXAMPLE_SIZES}
-    return tuple({i: dims[axis] for i, axis in enumerate(spec.axes) if isinstance(axis, str)} or None for spec in inputs)
+def _example_size(axis: str, index: int) -> int:
+    """Of an axis of the piece with that index: unlike every other size, so that no two axes can merge."""
+    return EXAMPLE_SIZES[axis] + index * (max(EXAMPLE_SIZES.values()) + 1)
 
 
-def _clean(model: ir.Model, parameters: list[str]) -> Fragment:
-    graph = model.graph
-    weights = {name: graph.initializers.pop(name) for name in parameters if name in graph.initializers}
+def _dynamic_shapes(pieces: Sequence[Piece]) -> tuple:
+    """Symbols of their own for each piece: where two shared one, a size could be read from another piece's argument."""
+    shapes: list[dict[int, torch.export.Dim] | None] = []
+    for index, piece in enumerate(pieces):
+        dims = {axis: torch.export.Dim(axis + _suffix(index)) for axis in EXAMPLE_SIZES}
+        shapes += [{i: dims[axis] for i, axis in enumerate(spec.axes) if isinstance(axis, str)} or None for spec in piece.inputs]
+    return tuple(shapes)
+
+
+def _suffix(index: int) -> str:
+    return f"_of_piece_{index}"
+
+
+def _split(model: ir.Model, pieces: Sequence[Piece], parameters: list[list[str]]) -> list[Fragment]:
+    """Optimizes the joint graph, then cuts it into one fragment a piece; pieces have no value in common but constants."""
+    joint = model.graph
+    prefixed = [[f"pieces.{i}.{name}" for name in names] for i, names in enumerate(parameters)]
+    weights = {name: joint.initializers.pop(name) for names in prefixed for name in names if name in joint.initializers}
     for value in weights.values():
         value.const_value = None  # a fake tensor: as a plain input, nothing reads or folds it
-    graph.inputs.extend(weights.values())
+    joint.inputs.extend(weights.values())
     optimizer.optimize_ir(model, num_iterations=2, onnx_shape_inference=False)
-    del graph.inputs[len(graph.inputs) - len(weights) :]
+    nodes, inputs, outputs = list(joint), iter(list(joint.inputs)), iter(list(joint.outputs))
+    joint.remove(nodes)
+    joint.inputs.clear()
+    joint.outputs.clear()
+    fragments = []
+    for index, (piece, names, full_names) in enumerate(zip(pieces, parameters, prefixed, strict=True)):
+        its_inputs = list(islice(inputs, len(piece.inputs)))
+        its_outputs = list(islice(outputs, len(piece.outputs)))
+        its_weights = {name: weights[full] for name, full in zip(names, full_names, strict=True) if full in weights}
+        for value, name in zip(its_outputs, piece.outputs, strict=True):
+            value.name = name
+        its_nodes = _leading_to(its_outputs, nodes)
+        for value in chain(its_inputs, *(node.outputs for node in its_nodes)):
+            value.shape = value.shape and ir.Shape([_own_symbol(dim, index) for dim in value.shape])
+        fragments.append(_clean(its_inputs, its_outputs, its_nodes, its_weights))
+    return fragments
+
+
+def _own_symbol(dim: int | ir.SymbolicDim, index: int) -> int | str | None:
+    """A dimension in the contract's symbols; the factors of a product in one order, which depends on the other pieces in torch."""
+    if isinstance(dim, int) or dim.value is None:
+        return dim if isinstance(dim, int) else None
+    return "*".join(sorted(dim.value.replace(_suffix(index), "").split("*")))
+
+
+def _leading_to(outputs: list[ir.Value], nodes: list[ir.Node]) -> list[ir.Node]:
+    """The nodes that `outputs` are computed by, in order."""
+    wanted, chosen = set(outputs), []
+    for node in reversed(nodes):
+        if wanted.intersection(node.outputs):
+            chosen.append(node)
+            wanted.update(node.inputs)
+    return chosen[::-1]
+
+
+def _clean(inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node], weights: dict[str, ir.Value]) -> Fragment:
+    constants = {}
+    for node in [node for node in nodes if node.op_type == "Constant"]:
+        node.outputs[0].const_value = _constant_tensor(node)
+        constants[node.outputs[0]] = None
+    nodes = [node for node in nodes if node.op_type != "Constant"]
+    graph = ir.Graph(inputs, outputs, nodes=nodes)
     named = _apply_markers(graph) | {value.name for value in graph.outputs}
     _name_nodes(graph, named)
     for node in graph:
         node.metadata_props.clear()  # torch leaves stack traces and the exporting machine's paths here
         node.doc_string = None
-    constants = [value for value in graph.initializers.values() if value.uses()]
-    for node in list(graph):
-        if node.op_type == "Constant":
-            value = node.outputs[0]
-            value.const_value = _constant_tensor(node)
-            constants.append(value)
-            graph.remove(node)
-    return Fragment(graph, weights, constants)
+        constants |= {value: None for value in node.inputs if value is not None and value.const_value is not None}
+    return Fragment(graph, weights, list(constants))
 
 
 def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from exporter import assemble as assemble_module
 from exporter import traced
 from exporter.assemble import assemble
 from exporter.bundle import GRAPH_FILE, Bundle
@@ -22,7 +23,7 @@ from exporter.graph_check import check_graph
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.tolerances import tolerance
-from exporter.trace import trace_fragment
+from exporter.trace import Fragment, Piece, _trace, trace_fragments
 from tests.conftest import MAX_POSITIONS, TINY
 
 UNITS = ["block", "stack", "model", *(f"component:{name}" for name in COMPONENTS)]
@@ -205,11 +206,35 @@ def structure(graph: ir.Graph) -> list[str]:
 def test_assembled_graph_equals_one_traced_in_one_piece(kind):
     unit = Unit.parse(kind, TINY, "2")
     contract = graph_contract(TINY, unit, "fp32")
-    inputs = [TensorSpec(f"input_{i}", spec.dtype, spec.axes) for i, spec in enumerate(contract.inputs)]
-    outputs = [spec.name for spec in contract.outputs]
-    whole = trace_fragment(lambda: Flat(unit), "fp32", inputs, outputs)
+    inputs = tuple(TensorSpec(f"input_{i}", spec.dtype, spec.axes) for i, spec in enumerate(contract.inputs))
+    outputs = tuple(spec.name for spec in contract.outputs)
+    (whole,) = trace_fragments([Piece(Flat, (unit,), "fp32", inputs, outputs)])
     assembled = assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph
     assert structure(whole.graph) == structure(assembled)
+
+
+def text(fragment: Fragment) -> list[str]:
+    """A fragment to the last name and shape, but for the names of its arguments."""
+    names = {value: f"input {i}" for i, value in enumerate(fragment.graph.inputs)}
+    names |= {value: name for name, value in fragment.parameters.items()}
+    names |= {value: f"constant {value.const_value.numpy().tolist()}" for value in fragment.constants}
+    return [
+        f"{node.name} {node.op_type} {[value and names.get(value, value.name) for value in node.inputs]} {[str(v) for v in node.outputs]}"
+        for node in fragment.graph
+    ]
+
+
+def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
+    """What was exported before in a process decides which pieces are traced together; the bytes must not follow it."""
+    pieces = [
+        assemble_module._prologue_piece(TINY, MAX_POSITIONS, growing=False),
+        assemble_module._block_piece(TINY, "fp32", float32_attention=False, growing=False),
+        assemble_module._head_piece(TINY, "fp32", "all"),
+        assemble_module._block_piece(TINY, "fp16", float32_attention=False, growing=True),
+    ]
+    alone = [text(_trace([piece])[0]) for piece in pieces]
+    assert [text(fragment) for fragment in _trace(pieces)] == alone
+    assert [text(fragment) for fragment in _trace(pieces[::-1])] == alone[::-1]
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------------
