@@ -61,6 +61,7 @@ def trace_fragment(build: Callable[[], nn.Module], dtype: str, inputs: list[Tens
                 output_names=outputs,
                 dynamic_shapes=_dynamic_shapes(inputs),
             )
+    assert program is not None, "torch gives no program only where none is asked for"
     return _clean(program.model, [name for name, _ in module.named_parameters()])
 
 
@@ -89,8 +90,7 @@ def _build_in(dtype: str, build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _example(spec: TensorSpec) -> torch.Tensor:
-    shape = [EXAMPLE_SIZES.get(axis, axis) for axis in spec.axes]
-    return torch.empty(shape, dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
+    return torch.empty(spec.shape(EXAMPLE_SIZES), dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
 
 
 def _dynamic_shapes(inputs: list[TensorSpec]) -> tuple:
@@ -128,31 +128,32 @@ def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:
     return ir.tensor(list(attribute.value) if isinstance(attribute.value, tuple) else attribute.value)
 
 
-def _apply_markers(graph: ir.Graph) -> set[str]:
+def _apply_markers(graph: ir.Graph) -> set[str | None]:
     """Moves each marker's name onto the value it marks, and takes the marker out; returns the names."""
-    names = set()
+    names: set[str | None] = set()
     for node in list(graph):
         if node.domain != MARKER_DOMAIN:
             continue
         value, marked = node.inputs[0], node.outputs[0]
+        assert value is not None, "a marker marks a value"
         value.name = node.attributes["name"].value
         names.add(value.name)
         value.shape = value.shape or marked.shape
-        value.dtype = value.dtype or marked.dtype
+        value.type = value.type if value.dtype else marked.type
         ir.convenience.replace_all_uses_with(marked, value, replace_graph_outputs=True)
         graph.remove(node, safe=True)
     return names
 
 
-def _name_nodes(graph: ir.Graph, named: set[str]) -> None:
+def _name_nodes(graph: ir.Graph, named: set[str | None]) -> None:
     """A node that makes a named value takes that name; one on the way to it is NAME/OpType. Values follow their nodes."""
     taken: Counter[str] = Counter()
     for node in reversed(list(graph)):
         value = node.outputs[0]
         if value.name in named:
-            name = value.name
+            name = str(value.name)
         else:
-            target = next(iter(value.uses())).node.name.split("/")[0]
+            target = str(next(iter(value.uses())).node.name).split("/")[0]
             name = f"{target}/{node.op_type}"
         taken[name] += 1
         node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"
