@@ -77,8 +77,9 @@ bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxr
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
-lint: $(READY) ## check the code's style
+lint: $(READY) ## check the code's style and types
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 clean: ## remove what was built; checkpoints and peers stay
 	find build -mindepth 1 -maxdepth 1 ! -name checkpoints ! -name peers -exec rm -rf {} + 2>/dev/null || true

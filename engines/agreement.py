@@ -86,7 +86,9 @@ def forced_logits(stepper: Stepper, prompts: Sequence[Sequence[int]], tokens: np
     return _decode(stepper, prompts, tokens.shape[1], capacity, tokens)[1]
 
 
-def _decode(stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int, forced: np.ndarray | None):
+def _decode(
+    stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int, forced: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     lengths = np.array([len(prompt) for prompt in prompts])
     x = np.zeros((len(prompts), lengths.max()), np.int64)
     for row, prompt in enumerate(prompts):

@@ -230,8 +230,8 @@ def make_reference(
         local, given = _observe_rounded(stepper, step, local_cache, dtype)
         reference.steps.append(StepReference(step, carried, given, local, {}, past))
     definition = StepperObserver(EagerStepper.from_weights(config, unit, dtype, max_positions, weights))
-    for step in reference.steps:
-        step.definition = definition.observe(step.feeds, _filled(definition, step.past), step.given)
+    for done in reference.steps:
+        done.definition = definition.observe(done.feeds, _filled(definition, done.past), done.given)
     return reference
 
 

@@ -170,11 +170,14 @@ def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest
     return _build(prepared, folder, f"{path.stem}.{backend.name}.engine", "", lineage, request.options, say)
 
 
-def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage: dict, options: BuildOptions, say) -> EngineRecord:
+def _build(
+    prepared: Prepared, folder: Path, name: str, graph_file: str, lineage: dict, options: BuildOptions, say: Callable[[str], None]
+) -> EngineRecord:
     parsed, backend = prepared.parsed, prepared.parsed.backend
     for note in prepared.notes:
         say(f"note: {note}")
     read_records(folder)  # a damaged engines.json shows before the build, not after it
+    compute_capability, portability = _portability(backend, options)
     started = time.perf_counter()
     with temporary_file(folder, name) as temporary:
         config = _configure(parsed, prepared.profiles, options, say)
@@ -188,7 +191,8 @@ def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage
             graph_file=graph_file,
             backend=backend.name,
             version=backend.version,
-            **_portability(backend, options),
+            compute_capability=compute_capability,
+            portability=portability,
             profiles=[profile.to_dict() for profile in prepared.profiles],
             cache_capacity=prepared.cache_capacity,
             dtypes={tensor.name: tensor.dtype for tensor in (*parsed.inputs, *parsed.outputs)},
@@ -205,16 +209,17 @@ def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage
     return record
 
 
-def _portability(backend: Backend, options: BuildOptions) -> dict[str, str | None]:
+def _portability(backend: Backend, options: BuildOptions) -> tuple[str | None, str]:
+    """The compute capability that an engine is bound to, if it is, and the GPUs it is for in words."""
     if backend.is_rtx:
-        return {"compute_capability": None, "portability": "portable: Ampere and newer RTX GPUs"}
+        return None, "portable: Ampere and newer RTX GPUs"
     here = visible_gpus()[0]
     if options.hardware_compatibility == "ampere_plus":
-        return {"compute_capability": None, "portability": "Ampere and newer GPUs"}
-    return {"compute_capability": here.compute_capability, "portability": f"compute capability {here.compute_capability}, built on {here.name}"}
+        return None, "Ampere and newer GPUs"
+    return here.compute_capability, f"compute capability {here.compute_capability}, built on {here.name}"
 
 
-def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOptions, say) -> Any:
+def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOptions, say: Callable[[str], None]) -> Any:
     trt = parsed.backend.trt
     config = parsed.builder.create_builder_config()
     apply_options(options, trt, config)
@@ -229,7 +234,7 @@ def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOpt
     return config
 
 
-def _load_timing_cache(path: Path, config: Any, say) -> None:
+def _load_timing_cache(path: Path, config: Any, say: Callable[[str], None]) -> None:
     """Gives the config a timing cache: the file's, or a new one where the file is missing or does not fit."""
     content = path.read_bytes() if path.is_file() else b""
     cache = config.create_timing_cache(content)
@@ -255,7 +260,8 @@ def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
         CheckFailed: TensorRT failed; the message has its first error.
         KeyboardInterrupt: Ctrl-C; the build was stopped through its progress monitor.
     """
-    trt, digest = parsed.backend.trt, hashlib.sha256()
+    trt: Any = parsed.backend.trt
+    digest = hashlib.sha256()
 
     class FileWriter(trt.IStreamWriter):
         def write(self, data: Any) -> int:

@@ -348,6 +348,7 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
 
 def _differences(comparison: Comparison, reference: Recording, candidate: Recording) -> tuple[StepDifference, ...]:
     key = (comparison.scenario, comparison.tensor)
+    expected = [array for array in reference[key] if array is not None]
     arrays = candidate.get(key, [])
-    arrays = [*arrays, *[None] * (len(reference[key]) - len(arrays))]
-    return tuple(StepDifference.measure(a, b) for a, b in zip(reference[key], arrays, strict=True))
+    arrays = [*arrays, *[None] * (len(expected) - len(arrays))]
+    return tuple(StepDifference.measure(a, b) for a, b in zip(expected, arrays, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from engines.audit import BackendAudit, OperationError
@@ -184,7 +184,7 @@ def _error_plot(operations: list[OperationError]) -> str:
     return "".join(parts)
 
 
-def _layer_marks(operations: list[OperationError], x) -> list[str]:
+def _layer_marks(operations: list[OperationError], x: Callable[[float], float]) -> list[str]:
     """A line where each layer begins and its number, or the operations' own names where there is one layer only."""
     layers = [layer_of(o.name) for o in operations]
     starts = [i for i, layer in enumerate(layers) if layer and (i == 0 or layers[i - 1] != layer)]

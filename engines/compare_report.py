@@ -105,7 +105,7 @@ def _output_table(result: BackendResult) -> Table:
     table = Table(*head, title=title, title_justify="left", box=SIMPLE_HEAD)
     for tensor in result.tensors:
         c = tensor.comparison
-        worst = max(range(len(tensor.steps)), key=lambda step, tensor=tensor: tensor.steps[step].max_abs)
+        worst = max(range(len(tensor.steps)), key=[step.max_abs for step in tensor.steps].__getitem__)
         cosines = [step.cosine for step in tensor.steps if not math.isnan(step.cosine)]
         index = tensor.steps[worst].worst_index
         table.add_row(

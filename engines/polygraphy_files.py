@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from exporter.bundle import Bundle
-from exporter.contract import Contract, numpy_dtype
+from exporter.contract import Contract, TensorSpec, numpy_dtype
 from exporter.errors import BackendError, InputError
 from exporter.placing import write_atomically
 from exporter.scenarios import RunLimits, cache_scenarios
@@ -42,18 +42,19 @@ class StepperRunner(BaseRunner):
     past's address, which the TensorRT stepper gives it.
     """
 
+    _stepper: Stepper  # while it is active
+
     def __init__(self, open_stepper: Callable[[], Stepper], name: str | None = None) -> None:
         """`open_stepper` is called at activation, so that only runners in use hold weights."""
         super().__init__(name=name, prefix="blockline")
         self._open = open_stepper
-        self._stepper: Stepper | None = None
 
     def activate_impl(self) -> None:
         self._stepper = self._open()
 
     def deactivate_impl(self) -> None:
         self._stepper.close()
-        self._stepper = None
+        del self._stepper
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         metadata = TensorMetadata()
@@ -110,7 +111,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
             yield _as(manifest.contract.inputs, feeds | pasts), _as(manifest.contract.outputs, outputs)
 
 
-def _as(specs, tensors: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
+def _as(specs: Sequence[TensorSpec], tensors: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
     return OrderedDict((spec.name, np.ascontiguousarray(tensors[spec.name], numpy_dtype(spec.dtype))) for spec in specs)
 
 

@@ -106,12 +106,13 @@ def explicit_profiles(axes: Mapping[str, Sequence[int | str]], minima: Sequence[
             f"profiles: got {len(minima)} --min-shapes, {len(optima)} --opt-shapes and {len(maxima)} --max-shapes, expected as many of each"
         )
     return [
-        Profile(f"profile {index}", _explicit_ranges(axes, *(parse_shapes(text) for text in texts), index))
+        Profile(f"profile {index}", _explicit_ranges(axes, texts, index))
         for index, texts in enumerate(zip(minima, optima, maxima, strict=True))
     ]
 
 
-def _explicit_ranges(axes, minima: dict[str, Shape], optima: dict[str, Shape], maxima: dict[str, Shape], index: int) -> dict[str, Range]:
+def _explicit_ranges(axes: Mapping[str, Sequence[int | str]], texts: tuple[str, str, str], index: int) -> dict[str, Range]:
+    minima, optima, maxima = (parse_shapes(text) for text in texts)
     dynamic = {name for name, shape in axes.items() if any(isinstance(axis, str) for axis in shape)}
     for kind, shapes in (("min", minima), ("opt", optima), ("max", maxima)):
         unknown, missing = sorted(set(shapes) - set(axes)), sorted(dynamic - set(shapes))
@@ -119,7 +120,8 @@ def _explicit_ranges(axes, minima: dict[str, Shape], optima: dict[str, Shape], m
             raise InputError(f"profile {index} {kind}: unknown inputs {unknown}, missing inputs {missing}; the graph has {sorted(axes)}")
     ranges = {}
     for name, shape in axes.items():
-        r = Range(*(shapes.get(name, tuple(shape)) for shapes in (minima, optima, maxima)))
+        fixed = tuple(axis for axis in shape if isinstance(axis, int))  # all of it, where it may be left out
+        r = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
         for size in (r.min, r.opt, r.max):
             if len(size) != len(shape) or any(isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)):
                 raise InputError(f"profile {index} {name}: got shape {list(size)}, expected {list(shape)}")

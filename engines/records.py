@@ -53,6 +53,16 @@ class EngineRecord:
     build_seconds: float
     peak_memory_bytes: int
 
+    def decode_capacity(self) -> int:
+        """Cache rows per sequence of an engine to decode with.
+
+        Raises:
+            BundleError: it has none.
+        """
+        if self.cache_capacity is None:
+            raise BundleError(f"engine {self.file}: its record has no cache_capacity, expected a number to decode with; build again")
+        return self.cache_capacity
+
 
 def read_records(folder: Path) -> list[EngineRecord]:
     """The records of a folder, none where there is no engines.json.
@@ -76,7 +86,7 @@ def read_records(folder: Path) -> list[EngineRecord]:
 
 def _typed(record: EngineRecord) -> EngineRecord:
     """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
-    kinds = {
+    kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
         str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
         dict: ("dtypes", "lineage", "options"),
         list: ("profiles",),

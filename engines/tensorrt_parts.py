@@ -16,10 +16,10 @@ from exporter.bundle import Bundle
 from exporter.contract import Contract
 from exporter.errors import BundleError
 from exporter.steppers.parts_stepper import PartsCache, PartsStepper, open_parts
-from exporter.steppers.protocol import OnDevice, Stepper
+from exporter.steppers.protocol import OnDevice
 
 
-class TensorRTParts(PartsStepper, OnDevice):
+class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
     """The engines of consecutive parts.
 
     Attributes:
@@ -51,14 +51,14 @@ def find_engines(bundle: Bundle, cache_capacity: int | None) -> list[EngineRecor
         BundleError: the parts' engines have different cache capacities.
     """
     records = [find_engine(part, cache_capacity) for part in bundle.parts]
-    capacities = sorted({record.cache_capacity for record in records})
+    capacities = sorted({record.decode_capacity() for record in records})
     if len(capacities) > 1:
         raise BundleError(f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again")
     return records
 
 
-def open_engines(bundle: Bundle, records: Sequence[EngineRecord], cuda: Cuda) -> Stepper:
+def open_engines(bundle: Bundle, records: Sequence[EngineRecord], cuda: Cuda) -> TensorRTStepper | TensorRTParts:
     """A stepper over the engines that `find_engines` has chosen; raises as `open_tensorrt`."""
     chosen = iter(records)
     stepper = open_parts(bundle, lambda part: open_tensorrt(part, next(chosen), cuda))
-    return TensorRTParts(bundle.manifest.contract, stepper.steppers) if bundle.manifest.parts else stepper
+    return TensorRTParts(bundle.manifest.contract, stepper.steppers) if isinstance(stepper, PartsStepper) else stepper

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engines.gpu import visible_gpus
 from engines.network import create_logger, dtype_name
 from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
 from exporter.bundle import Bundle
-from exporter.contract import Contract, TensorSpec, numpy_dtype
+from exporter.contract import BATCH, CAPACITY, Contract, TensorSpec, numpy_dtype
 from exporter.errors import BackendError, BundleError, InputError
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
 
@@ -36,11 +37,14 @@ class DeviceCache(Cache):
         self._cuda, self._specs = cuda, specs
         self.addresses = [cuda.allocate(n_rows * self._row_bytes(spec)) for spec in specs]
 
+    def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        return spec.shape({BATCH: self.n_rows, CAPACITY: self.capacity})[1:]
+
     def _token_bytes(self, spec: TensorSpec) -> int:
-        return spec.axes[3] * numpy_dtype(spec.dtype).itemsize
+        return self._row_shape(spec)[2] * numpy_dtype(spec.dtype).itemsize
 
     def _row_bytes(self, spec: TensorSpec) -> int:
-        return spec.axes[1] * self.capacity * self._token_bytes(spec)
+        return math.prod(self._row_shape(spec)) * numpy_dtype(spec.dtype).itemsize
 
     def row_addresses(self, row: int) -> list[int]:
         """Where a row begins in each tensor: what a step over rows from there on binds."""
@@ -51,7 +55,7 @@ class DeviceCache(Cache):
             return
         for address, spec in zip(self.row_addresses(row), self._specs, strict=True):
             token = self._token_bytes(spec)
-            self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, spec.axes[1])
+            self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, self._row_shape(spec)[0])
         self._cuda.synchronize()
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -59,11 +63,11 @@ class DeviceCache(Cache):
             return
         for to, at, spec in zip(self.row_addresses(destination), self.row_addresses(source), self._specs, strict=True):
             token = self._token_bytes(spec)
-            self._cuda.copy(to, at, self.capacity * token, length * token, spec.axes[1])
+            self._cuda.copy(to, at, self.capacity * token, length * token, self._row_shape(spec)[0])
         self._cuda.synchronize()
 
     def read(self, row: int, length: int) -> list[np.ndarray]:
-        whole = [np.empty((spec.axes[1], self.capacity, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in self._specs]
+        whole = [np.empty(self._row_shape(spec), numpy_dtype(spec.dtype)) for spec in self._specs]
         for array, address in zip(whole, self.row_addresses(row), strict=True):
             self._cuda.download(array, address)
         self._cuda.synchronize()
@@ -90,7 +94,7 @@ class PassedOn:
     shape: tuple[int, ...]
 
 
-class TensorRTStepper(Stepper, OnDevice):
+class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     """Runs an engine that was built from the bundle.
 
     Each profile has an execution context of its own, and so has each captured graph, because a graph is only good while its
@@ -107,7 +111,7 @@ class TensorRTStepper(Stepper, OnDevice):
 
     def __init__(self, bundle: Bundle, record: EngineRecord, trt: Any, cuda: Cuda, cuda_graphs: bool = True) -> None:
         self.contract = bundle.manifest.contract
-        self.cache_capacity = record.cache_capacity
+        self.cache_capacity = record.decode_capacity()
         self.cuda_graphs = cuda_graphs
         self.description = f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
         self._trt, self._cuda = trt, cuda
@@ -153,8 +157,7 @@ class TensorRTStepper(Stepper, OnDevice):
 
     def _largest_bytes(self, spec: TensorSpec) -> int:
         sizes = {"batch_size": self.max_batch, "sequence_length": self.max_seq_len, "total_sequence_length": self.cache_capacity}
-        count = math.prod(sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes)
-        return -(-count * numpy_dtype(spec.dtype).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return -(-math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _new_context(self, profile: int) -> Any:
         context = self._engine.create_execution_context()
@@ -172,7 +175,8 @@ class TensorRTStepper(Stepper, OnDevice):
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: DeviceCache, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: DeviceCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        assert cache is not None, "only units with a cache are stepped in an engine"
         outputs = {}
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
             outputs[name] = np.empty(shape, dtype)
@@ -185,7 +189,7 @@ class TensorRTStepper(Stepper, OnDevice):
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
             n_bytes = math.prod(shape) * dtype.itemsize
             address = self._cuda.allocate(n_bytes)
-            outputs[name] = DeviceTensor.owning(address, shape, dtype, lambda address=address: self._cuda.free(address))
+            outputs[name] = DeviceTensor.owning(address, shape, dtype, partial(self._cuda.free, address))
             self._cuda.copy(address, self._buffers[name], n_bytes, n_bytes, 1)
         self._cuda.synchronize()
         return outputs
@@ -209,18 +213,18 @@ class TensorRTStepper(Stepper, OnDevice):
         self._cuda.synchronize()
         return array
 
-    def _step(self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    def _step(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Queues a step; returns dtype and shape of each output, which its buffer holds once the stream is done."""
-        feeds = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
-        batch, seq_len = feeds["position_ids"].shape
+        inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
+        batch, seq_len = inputs["position_ids"].shape
         captured = self.cuda_graphs and seq_len == 1
         if captured:
-            feeds["attention_mask"] = _padded_to_bucket(feeds["attention_mask"], self.cache_capacity)
-        shapes = {name: array.shape for name, array in feeds.items()}
+            inputs["attention_mask"] = _padded_to_bucket(inputs["attention_mask"], self.cache_capacity)
+        shapes = {name: array.shape for name, array in inputs.items()}
         for spec in self.contract.cache_specs:
-            shapes[spec.name] = (batch, spec.axes[1], cache.capacity, spec.axes[3])
+            shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})
         profile = self._profile_for(shapes)
-        for name, x in feeds.items():
+        for name, x in inputs.items():
             if isinstance(x, PassedOn):
                 assert x.address == self._buffers[name], "hidden states come from the part that this one follows"
             elif isinstance(x, DeviceRows):
@@ -229,7 +233,7 @@ class TensorRTStepper(Stepper, OnDevice):
                 self._cuda.upload(self._buffers[name], x)
         addresses = cache.row_addresses(first_row)
         context = self._replay(profile, shapes, addresses) if captured else self._enqueue(self._contexts[profile], shapes, addresses)
-        self._in_flight = feeds  # uploads read host memory until the stream is synchronized
+        self._in_flight = inputs  # uploads read host memory until the stream is synchronized
         return {spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name))) for spec in self.contract.step_outputs}
 
     def _gather(self, buffer: int, x: DeviceRows) -> None:
@@ -364,11 +368,12 @@ def find_engine(bundle: Bundle, cache_capacity: int | None) -> EngineRecord:
             check_lineage(bundle, record)
             backend = choose_backend(record.backend)
             check_runnable(record, backend.name, backend.version, gpus)
+            capacity = record.decode_capacity()
         except InputError as error:
             reasons.append(str(error))
             continue
-        if cache_capacity not in (None, record.cache_capacity):
-            reasons.append(f"engine {record.file}: its cache_capacity is {record.cache_capacity}, asked for was {cache_capacity}")
+        if cache_capacity not in (None, capacity):
+            reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
             continue
         return record
     raise BackendError(

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -14,6 +15,10 @@ from exporter.catalogue import CATALOGUE, WIDTH_RULES, lookup
 from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, Unit, lookup_dtype, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
+
+if TYPE_CHECKING:  # they load torch
+    from exporter.export import ExportRequest
+    from exporter.weights import WeightSource
 
 DEFAULT_PAST_LEN = 1000
 
@@ -123,10 +128,10 @@ def _print_ledger(model: str, ledger: Ledger, past_len: int) -> None:
         sizes.add_row(name, f"{count:,}", _mib(2 * count))
     out.print(sizes)
 
-    total = Table("whole model", title="Totals", title_justify="left")
-    total.add_column("parameters", justify="right")
+    totals = Table("whole model", title="Totals", title_justify="left")
+    totals.add_column("parameters", justify="right")
     for name in DTYPES:
-        total.add_column(name, justify="right")
+        totals.add_column(name, justify="right")
     rows = {
         "one block": ledger.block_parameters,
         f"{layers} blocks": ledger.block_parameters * layers,
@@ -136,8 +141,8 @@ def _print_ledger(model: str, ledger: Ledger, past_len: int) -> None:
         "model": ledger.model_parameters,
     }
     for name, count in rows.items():
-        total.add_row(name, f"{count:,}", *(_mib(count * dtype.n_bytes) for dtype in DTYPES.values()))
-    out.print(total)
+        totals.add_row(name, f"{count:,}", *(_mib(count * dtype.n_bytes) for dtype in DTYPES.values()))
+    out.print(totals)
 
     context = ledger.config.context_length
     decode = Table("dtype", "KV cache per token", f"KV cache of {context:,} tokens", f"bytes moved per token at P = {past_len:,}",
@@ -179,13 +184,14 @@ def _export(arguments: argparse.Namespace) -> None:
     cli.say(f"{bundle.folder}: {request.unit}, {request.dtype}, {_mib(size)}, {report['export']['seconds']:.1f} s")
 
 
-def _request(arguments: argparse.Namespace):
+def _request(arguments: argparse.Namespace) -> ExportRequest:
     """Reads the checkpoint or the catalogue; everything wrong with the arguments shows here, before anything is written."""
     from exporter.weights import RandomWeights
 
     if not arguments.model and not arguments.checkpoint:
         raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
     extra: dict = {}
+    weights: WeightSource
     if arguments.checkpoint:
         from exporter.checkpoint.formats import open_checkpoint
 

@@ -97,6 +97,7 @@ class _Assembly:
             self.values[spec.name] = ir.Value(name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype])))
 
     def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
+        assert unit.component is not None, "the unit is a component"
         (fragment,) = trace_fragments([_component_piece(config, unit.component, self.dtype, float32_attention)])
         owner = {"rms_norm": "attention_norm.", "prepare_qkv": "attention.", "merge_project": "attention."}.get(unit.component, "mlp.")
         weights = {
@@ -130,6 +131,7 @@ class _Assembly:
         if ends:
             self._head(epilogue, config, unit, hidden)
         else:
+            assert real is not None, "only a whole model's cache grows"
             (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, real], "", {})
 
     def _prologue(self, prologue: Fragment, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
@@ -153,16 +155,16 @@ class _Assembly:
 
         `weights` maps each parameter to (graph name, canonical weight name, stored transposed).
         """
-        mapping: dict[ir.Value, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
+        mapping: dict[ir.Value | None, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
         for name, parameter in fragment.parameters.items():
             mapping[parameter] = self._weight(parameter, *weights[name])
         for constant in fragment.constants:
             mapping[constant] = self._constant(constant)
         for node in fragment.graph:
             inputs = [value and mapping[value] for value in node.inputs]
-            clone = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), name=prefix + node.name)
+            clone = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), name=f"{prefix}{node.name}")
             for old, new in zip(node.outputs, clone.outputs, strict=True):
-                new.name, new.shape, new.type = prefix + old.name, old.shape and old.shape.copy(), old.type
+                new.name, new.shape, new.type = f"{prefix}{old.name}", old.shape and old.shape.copy(), old.type
                 mapping[old] = new
             self.nodes.append(clone)
         return [mapping[value] for value in fragment.graph.outputs]
@@ -170,6 +172,7 @@ class _Assembly:
     def _weight(self, parameter: ir.Value, name: str, weight: str, transposed: bool) -> ir.Value:
         if name not in self.initializers:
             dtype = next(key for key, number in ONNX_TYPES.items() if number == parameter.dtype)
+            assert parameter.shape is not None, "traced parameters have shapes"
             self.stored[name] = StoredTensor(name, weight, dtype, tuple(parameter.shape.numpy()), transposed)
             self.initializers[name] = ir.Value(name=name, shape=parameter.shape.copy(), type=parameter.type)
         return self.initializers[name]
@@ -177,12 +180,13 @@ class _Assembly:
     def _constant(self, constant: ir.Value) -> ir.Value:
         """One initializer for equal constants of all fragments, named by what it holds."""
         tensor = constant.const_value
+        assert tensor is not None, "it is a constant"
         array = tensor.numpy()
         shape = "x".join(map(str, array.shape)) or "scalar"
         name = f"constant.{tensor.dtype.name.lower()}.{shape}.{'_'.join(map(str, array.flatten().tolist()))}"
         if name not in self.initializers:
             held = ir.tensor(array, dtype=tensor.dtype, name=name)
-            self.initializers[name] = ir.Value(name=name, shape=held.shape, type=ir.TensorType(held.dtype), const_value=held)
+            self.initializers[name] = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(held.dtype), const_value=held)
         return self.initializers[name]
 
     def finish(self) -> AssembledGraph:

@@ -199,6 +199,8 @@ def visibility(attention_mask: Tensor, rows: Tensor, real: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """The unit block, stack or model: blocks over an in-place cache, and for a model the embedding and head around them."""
 
+    rotation: Tensor
+
     def __init__(self, config: ModelConfig, unit: Unit, max_positions: int) -> None:
         super().__init__()
         self.unit = unit
@@ -272,4 +274,4 @@ def canonical_name(unit: Unit, parameter: str) -> str:
 
 def eager_module(config: ModelConfig, unit: Unit, max_positions: int) -> nn.Module:
     """The eager module of a unit with unfilled weights; create it under `torch.device("meta")` to allocate none."""
-    return component(config, unit.component) if unit.kind == "component" else Decoder(config, unit, max_positions)
+    return component(config, unit.component) if unit.component is not None else Decoder(config, unit, max_positions)

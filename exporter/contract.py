@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -151,6 +151,10 @@ class TensorSpec:
     dtype: str
     axes: tuple[int | str, ...]
 
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The axes with a size in place of each symbol."""
+        return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
+
     def to_dict(self) -> dict:
         return {"name": self.name, "dtype": self.dtype, "axes": list(self.axes)}
 
@@ -197,7 +201,7 @@ class Contract:
 
 def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
     """The contract of one unit's graph."""
-    if unit.kind == "component":
+    if unit.component is not None:
         return _component_contract(config, unit.component, dtype)
     if unit.kind == "model":
         first_input = TensorSpec("input_ids", "int64", (BATCH, SEQUENCE))
@@ -214,11 +218,11 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
         TensorSpec("write_indices", "int64", (BATCH,)),
         TensorSpec("attention_mask", "int64", (BATCH, TOTAL)),
     )
-    axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
+    cache_axes = (BATCH, config.n_kv_heads, CAPACITY, config.head_dim)
     pairs = tuple((f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}") for layer in range(unit.n_layers) for kind in ("key", "value"))
     return Contract(
-        inputs=step + tuple(TensorSpec(past, dtype, axes) for past, _ in pairs),
-        outputs=(output, *(TensorSpec(present, dtype, axes) for _, present in pairs)),
+        inputs=step + tuple(TensorSpec(past, dtype, cache_axes) for past, _ in pairs),
+        outputs=(output, *(TensorSpec(present, dtype, cache_axes) for _, present in pairs)),
         cache_pairs=pairs,
     )
 
@@ -350,10 +354,10 @@ def weight_shapes(config: ModelConfig, unit: Unit) -> dict[str, tuple[int, ...]]
 def _weights(config: ModelConfig, unit: Unit) -> Iterator[tuple[str, tuple[int, ...]]]:
     if unit.kind == "model":
         yield "embedding.weight", (config.vocab_size, config.hidden_size)
-    owners = {"rms_norm": "attention_norm"}.get(unit.component, unit.component)
+    owner = "attention_norm" if unit.component == "rms_norm" else unit.component
     for layer in range(unit.first_layer, unit.first_layer + unit.n_layers):
         for name, shape in block_weight_shapes(config).items():
-            if unit.kind != "component" or COMPONENT_OF_WEIGHT[name.removesuffix(".weight")] == owners:
+            if unit.kind != "component" or COMPONENT_OF_WEIGHT[name.removesuffix(".weight")] == owner:
                 yield f"blocks.{layer}.{name}", shape
     if unit.kind == "model":
         yield "norm.weight", (config.hidden_size,)

@@ -138,7 +138,9 @@ def export_bundle(
     return Bundle(Path(target), manifest)
 
 
-def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> tuple[Manifest, dict[str, int]]:
+def _write_bundle(
+    request: ExportRequest, max_positions: int, folder: Path, progress: Callable[[int], None], say: Callable[[str], None]
+) -> tuple[Manifest, dict[str, int]]:
     """Writes all but the report; returns the manifest and how many values of each weight became zero."""
     attention_dtype = request.attention_dtype or request.dtype
     parts = part_bounds(request.unit.n_layers, request.n_parts) if request.n_parts != 1 else ()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 
-def step_feeds(name: str, x: np.ndarray, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0) -> dict[str, np.ndarray]:
+def step_feeds(name: str, x: Any, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0) -> dict[str, Any]:
     """Feeds of one step over right-padded rows.
 
     Args:
         name: the graph's first input, "input_ids" or "hidden_states".
         x: int64 [B, T] token ids or hidden states [B, T, E]; row b is real up to seq_lens[b], padding beyond.
+            An array, or what the stepper takes in its place.
         past_lens: int64 [B], cache rows in use before the step.
         seq_lens: int64 [B], new tokens of each row, 1 to T.
         left_pad: int64 [B] or 0, leading cache rows of each sequence that are padding.

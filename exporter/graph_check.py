@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -40,7 +41,7 @@ def _opset_problems(model: onnx.ModelProto) -> list[str]:
     return problems
 
 
-def _interface_problems(kind: str, values, specs: tuple[TensorSpec, ...]) -> list[str]:
+def _interface_problems(kind: str, values: Iterable[onnx.ValueInfoProto], specs: tuple[TensorSpec, ...]) -> list[str]:
     got = [(value.name, value.type.tensor_type.elem_type, _axes(value)) for value in values]
     expected = [(spec.name, ONNX_TYPES[spec.dtype], spec.axes) for spec in specs]
     return [f"{kind}s: got {a}, expected {b}" for a, b in zip(got, expected, strict=False) if a != b] + (

@@ -120,7 +120,7 @@ def component_feeds(contract: Contract, config: ModelConfig, unit: Unit, sizes: 
     """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
     feeds = {}
     for spec in contract.inputs:
-        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in spec.axes]
+        shape = spec.shape(sizes)
         if spec.name == "R":
             feeds["R"] = rotation_table(config, shape[0])[: shape[0]]
         elif spec.dtype == "bool":

@@ -73,7 +73,7 @@ def write_graph(
                 offset = offsets.pop(stored.name)
                 file.write(bytes(offset - end))
                 end = offset + stored.n_bytes
-            file.write(memoryview(data.numpy()), partial(buffers.give_back, data))
+            file.write(data.numpy().data, partial(buffers.give_back, data))
             if n_flushed:
                 flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
@@ -87,7 +87,8 @@ class _HashedFile:
     def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
         self.digest = hashlib.sha256()
         self._path, self._progress = path, progress
-        self._thread, self._pending = ThreadPoolExecutor(max_workers=1), deque()
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview | bytes, done: Callable[[], None] = lambda: None) -> None:
         """Queues a piece; waits where two are queued already, so that memory stays bounded. `done` is called once it is written.

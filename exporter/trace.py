@@ -24,7 +24,6 @@ from exporter.weights import TORCH_DTYPES
 EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, PAST: 4, TOTAL: 7, CAPACITY: 11}
 
 
-
 @dataclass(frozen=True)
 class Piece:
     """A module to be traced. Equal pieces are traced once a process: bundles of slices and parts share them.
@@ -83,6 +82,7 @@ def _trace(pieces: Sequence[Piece]) -> list[Fragment]:
                 verbose=False,
                 dynamic_shapes=(_dynamic_shapes(pieces),),
             )
+    assert program is not None, "torch gives no program only where none is asked for"
     return _split(program.model, pieces, [[name for name, _ in module.named_parameters()] for module in modules])
 
 
@@ -95,7 +95,7 @@ class _SideBySide(nn.Module):
         self.counts = counts
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        rest, results = list(arguments), []
+        rest, results = list(arguments), list[Tensor]()
         for module, count in zip(self.pieces, self.counts, strict=True):
             result = module(*rest[:count])
             results += result if isinstance(result, tuple) else (result,)
@@ -128,13 +128,9 @@ def _build(piece: Piece) -> nn.Module:
 
 
 def _example(spec: TensorSpec, index: int) -> Tensor:
-    shape = [_example_size(axis, index) if isinstance(axis, str) else axis for axis in spec.axes]
-    return torch.empty(shape, dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
-
-
-def _example_size(axis: str, index: int) -> int:
-    """Of an axis of the piece with that index: unlike every other size, so that no two axes can merge."""
-    return EXAMPLE_SIZES[axis] + index * (max(EXAMPLE_SIZES.values()) + 1)
+    """An argument of the piece with that index, its sizes unlike those of all others, so that no two axes can merge."""
+    sizes = {axis: size + index * (max(EXAMPLE_SIZES.values()) + 1) for axis, size in EXAMPLE_SIZES.items()}
+    return torch.empty(spec.shape(sizes), dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
 
 
 def _dynamic_shapes(pieces: Sequence[Piece]) -> tuple:
@@ -186,7 +182,8 @@ def _own_symbol(dim: int | ir.SymbolicDim, index: int) -> int | str | None:
 
 def _leading_to(outputs: list[ir.Value], nodes: list[ir.Node]) -> list[ir.Node]:
     """The nodes that `outputs` are computed by, in order."""
-    wanted, chosen = set(outputs), []
+    wanted: set[ir.Value | None] = set(outputs)
+    chosen = []
     for node in reversed(nodes):
         if wanted.intersection(node.outputs):
             chosen.append(node)
@@ -195,7 +192,7 @@ def _leading_to(outputs: list[ir.Value], nodes: list[ir.Node]) -> list[ir.Node]:
 
 
 def _clean(inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node], weights: dict[str, ir.Value]) -> Fragment:
-    constants = {}
+    constants: dict[ir.Value, None] = {}  # a set that keeps its order
     for node in [node for node in nodes if node.op_type == "Constant"]:
         node.outputs[0].const_value = _constant_tensor(node)
         constants[node.outputs[0]] = None
@@ -217,31 +214,32 @@ def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:
     return ir.tensor(list(attribute.value) if isinstance(attribute.value, tuple) else attribute.value)
 
 
-def _apply_markers(graph: ir.Graph) -> set[str]:
+def _apply_markers(graph: ir.Graph) -> set[str | None]:
     """Moves each marker's name onto the value it marks, and takes the marker out; returns the names."""
-    names = set()
+    names: set[str | None] = set()
     for node in list(graph):
         if node.domain != MARKER_DOMAIN:
             continue
         value, marked = node.inputs[0], node.outputs[0]
+        assert value is not None, "a marker marks a value"
         value.name = node.attributes["name"].value
         names.add(value.name)
         value.shape = value.shape or marked.shape
-        value.dtype = value.dtype or marked.dtype
+        value.type = value.type if value.dtype else marked.type
         ir.convenience.replace_all_uses_with(marked, value, replace_graph_outputs=True)
         graph.remove(node, safe=True)
     return names
 
 
-def _name_nodes(graph: ir.Graph, named: set[str]) -> None:
+def _name_nodes(graph: ir.Graph, named: set[str | None]) -> None:
     """A node that makes a named value takes that name; one on the way to it is NAME/OpType. Values follow their nodes."""
     taken: Counter[str] = Counter()
     for node in reversed(list(graph)):
         value = node.outputs[0]
         if value.name in named:
-            name = value.name
+            name = str(value.name)
         else:
-            target = next(iter(value.uses())).node.name.split("/")[0]
+            target = str(next(iter(value.uses())).node.name).split("/")[0]
             name = f"{target}/{node.op_type}"
         taken[name] += 1
         node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"

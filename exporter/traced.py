@@ -167,7 +167,7 @@ class TracedBlock(nn.Module):
 class GrowingBlock(TracedBlock):
     """One block over a cache that grows: present [B, K, P + T, D] is past [B, K, P, D] with the new rows after it."""
 
-    def forward(
+    def forward(  # type: ignore[override] # its graph has other inputs, and each is traced by itself
         self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self.prepare_qkv(named("attention_norm", self.attention_norm(x)), cos, sin)
@@ -206,7 +206,7 @@ class Prologue(nn.Module):
 class GrowingPrologue(Prologue):
     """The prologue over a cache that grows: every row's first new token goes to row P = total length − T."""
 
-    def forward(self, position_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, position_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override] # as in GrowingBlock
         batch, length = position_ids.shape
         past_len = attention_mask.shape[1] - length
         rows = cache_rows(torch.full((1,), past_len), length).expand(batch, length)
@@ -246,6 +246,7 @@ class Head(nn.Module):
         """x [B, T, E] → logits; `write_indices` [B] and `attention_mask` [B, L] say which token is the last where that is asked for."""
         batch, length, hidden = x.shape
         if self.logits == "last":
+            assert attention_mask is not None and write_indices is not None, "they are inputs of such a head"
             last = last_token(attention_mask, write_indices)[:, None]
             x = named("last_token", _symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden)))
         x = named("norm", self.norm(x))
@@ -282,7 +283,7 @@ class TracedRepeatKV(nn.Module):
 class ComponentPrepareQKV(TracedPrepareQKV):
     """`prepare_qkv` with the rotation as one tensor R float32 [T, D/2, 2], as the component's contract has it."""
 
-    def forward(self, x: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override] # as in GrowingBlock
         batch = x.shape[0]
         cos, sin = (R[None, :, :, part].expand(batch, -1, -1) for part in (0, 1))
         return super().forward(x, cos, sin)

@@ -7,6 +7,7 @@ bf16, as they are in the bundle, and then computed with in float32.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import onnx
@@ -48,7 +49,7 @@ def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path
     return folder / GRAPH_FILE
 
 
-def _widen_external(tensor: TensorProto, data: np.ndarray, file) -> None:
+def _widen_external(tensor: TensorProto, data: np.ndarray, file: BinaryIO) -> None:
     where = {entry.key: entry.value for entry in tensor.external_data}
     start, length = int(where["offset"]), int(where["length"])
     raw = np.asarray(data[start : start + length])

@@ -83,7 +83,7 @@ def record(
     return recording
 
 
-def _record_scenario(config: ModelConfig, scenario: Scenario, stepper: Stepper, inputs: Contract, rng) -> Recording:
+def _record_scenario(config: ModelConfig, scenario: Scenario, stepper: Stepper, inputs: Contract, rng: np.random.Generator) -> Recording:
     cache = stepper.new_cache(len(scenario.steps[0]), scenario.capacity)
     steps: dict[str, list] = {spec.name: [] for spec in inputs.step_outputs}
     for feeds in scenario.feeds(inputs, config, rng):
@@ -108,7 +108,7 @@ def _checked(output: np.ndarray | None, dtype: str, inputs: Contract, stepper: S
 def compare(reference: Recording, candidate: Recording, tolerance: Tolerance) -> list[Comparison]:
     """Compares two recordings tensor by tensor; what the candidate lacks fails."""
     return [
-        compare_tensor(scenario, tensor, arrays, candidate.get((scenario, tensor), []), tolerance.allowed)
+        compare_tensor(scenario, tensor, [a for a in arrays if a is not None], candidate.get((scenario, tensor), []), tolerance.allowed)
         for (scenario, tensor), arrays in reference.items()
     ]
 
@@ -119,7 +119,7 @@ def compare_tensor(scenario: str, tensor: str, reference: list[np.ndarray], cand
     failed = Comparison(scenario, tensor, shapes, float("inf"), float("inf"), allowed)
     if len(candidate) != len(reference) or any(b is None or b.shape != a.shape for a, b in zip(reference, candidate, strict=True)):
         return failed
-    a, b = (np.concatenate([np.ravel(array).astype(np.float64) for array in arrays]) for arrays in (reference, candidate))
+    a, b = (np.concatenate([np.ravel(array).astype(np.float64) for array in arrays if array is not None]) for arrays in (reference, candidate))
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         return failed
     rms = float(np.sqrt(np.mean(a**2))) or 1.0

@@ -24,7 +24,7 @@ from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.tolerances import tolerance
 from exporter.twin import widen_model
-from exporter.validate import Comparison, compare, compare_tensor, judge_by_control, record
+from exporter.validate import Comparison, Recording, compare, compare_tensor, judge_by_control, record
 from exporter.weights import WeightSource
 
 HIDDEN = "hidden_states"
@@ -52,9 +52,9 @@ def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contr
     for kind in ("key", "value"):
         names |= {f"past_key_values.{layer}.{kind}": f"past_key_values.0.{kind}", f"present.{layer}.{kind}": f"present.0.{kind}"}
     nodes = [_renamed(node, names) for node in nodes]
-    kind = ONNX_TYPES[block.inputs[0].dtype]
+    element_type = ONNX_TYPES[block.inputs[0].dtype]
     axis = numpy_helper.from_array(np.array([2], np.int64), "validate.axis")
-    zero = numpy_helper.from_array(np.zeros((), helper.tensor_dtype_to_np_dtype(kind)), "validate.zero")
+    zero = numpy_helper.from_array(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), "validate.zero")
     nodes += [  # pads leave a block unit as zeros
         helper.make_node("Unsqueeze", ["attention_mask.real", "validate.axis"], ["validate.real"], name="validate.real"),
         helper.make_node("Where", ["validate.real", hidden_out, "validate.zero"], ["hidden_states_out"], name="hidden_states_out"),
@@ -160,7 +160,7 @@ class LayerValidation:
         unit = Unit("block", first_layer=manifest.unit.first_layer + layer)
         inputs = graph_contract(config, unit, self._arithmetic)
 
-        def eager(dtype: str):
+        def eager(dtype: str) -> Recording:
             return record(config, unit, positions, EagerStepper.from_weights(config, unit, dtype, positions, self.weights), inputs, self.seed)
 
         reference = eager("fp32")

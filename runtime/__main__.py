@@ -117,12 +117,14 @@ def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int)
         output = session.decode(x)
         times_ms.append((time.perf_counter() - started) * 1e3)
     decode_ms = statistics.median(times_ms)
+    lengths = session.lengths
+    assert isinstance(lengths, np.ndarray), "the session is used with rows"
     return {
         "unit": str(session.manifest.unit),
         "dtype": session.manifest.dtype,
         "backend": session.description,
         "cache_capacity": session.cache_capacity,
-        "lengths": session.lengths.tolist(),
+        "lengths": lengths.tolist(),
         "prefill": {"tokens": batch * prompt_len, "median_ms": prefill_ms, "tok_s": batch * prompt_len / prefill_ms * 1e3},
         "decode": {"tokens": batch * steps, "median_ms": decode_ms, "tok_s": batch / decode_ms * 1e3},
     }

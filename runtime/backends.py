@@ -55,7 +55,7 @@ def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -
     from engines.tensorrt_parts import find_engines, open_engines
 
     records = find_engines(bundle, cache_capacity)
-    capacity, cuda = records[0].cache_capacity, RuntimeCuda()
+    capacity, cuda = records[0].decode_capacity(), RuntimeCuda()
     plan_memory(bundle.manifest, "tensorrt", max_batch, capacity).check(cuda.free_bytes())
     stepper = open_engines(bundle, records, cuda)
     if max_batch > stepper.max_batch:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engines.dlpack import DeviceTensor
 from exporter.bundle import Manifest
 from exporter.contract import numpy_dtype
 from exporter.errors import InputError
@@ -38,7 +39,7 @@ class InputChecker:
         self._dtype_name, self._dtype = manifest.dtype, numpy_dtype(manifest.dtype)
         self._hidden_size, self._vocab_size = manifest.config.hidden_size, manifest.config.vocab_size
 
-    def batch(self, x: np.ndarray) -> np.ndarray:
+    def batch(self, x: np.ndarray | DeviceTensor) -> np.ndarray | DeviceTensor:
         """A batch [B, T] or [B, T, E], its dtype and shape checked.
 
         Raises:
@@ -52,7 +53,7 @@ class InputChecker:
             raise InputError(f"input: got shape {list(x.shape)}, expected at least one sequence and one token")
         return x
 
-    def _fits(self, x: np.ndarray, n_axes: int) -> bool:
+    def _fits(self, x: np.ndarray | DeviceTensor, n_axes: int) -> bool:
         """Whether x has `n_axes` axes of tokens, or one more of hidden states, in a dtype that the bundle takes."""
         if self.takes_tokens:
             return x.ndim == n_axes and x.dtype.kind in "iu"
@@ -73,7 +74,7 @@ class InputChecker:
             raise InputError(f"lengths: got {lengths.tolist()}, expected 1 to {width}, the tokens of a row")
         return lengths.tolist()
 
-    def sequence(self, x: np.ndarray, name: str) -> np.ndarray:
+    def sequence(self, x: np.ndarray | DeviceTensor, name: str) -> np.ndarray | DeviceTensor:
         """One sequence's [T] or [T, E], its dtype and shape checked, and its tokens against the vocabulary.
 
         Raises:
@@ -84,13 +85,13 @@ class InputChecker:
             raise InputError(f"{name}: got {x.dtype} {list(x.shape)}, expected {expected}, at least one token")
         return self.real(x, name)
 
-    def real(self, x: np.ndarray, name: str) -> np.ndarray:
+    def real(self, x: np.ndarray | DeviceTensor, name: str) -> np.ndarray | DeviceTensor:
         """The real part of a sequence: tokens inside the vocabulary as int64, hidden states as they are.
 
         Raises:
             InputError: a token that the model does not have.
         """
-        if not self.takes_tokens:
+        if isinstance(x, DeviceTensor) or not self.takes_tokens:
             return x
         wrong = (x < 0) | (x >= self._vocab_size)
         if wrong.any():

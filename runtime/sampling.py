@@ -41,6 +41,7 @@ class Sampler:
 
     def __call__(self, logits: np.ndarray) -> int:
         """The next token's id."""
+        assert self.temperature is not None, "settled in __post_init__"
         if self.temperature == 0:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")[: self.top_k]

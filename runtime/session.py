@@ -64,7 +64,7 @@ class DecodeSession:
         self.backend, self.description = stepper.backend, stepper.description
         self.max_batch, self.cache_capacity = max_batch, cache_capacity
         self.memory = plan_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
-        self._stepper: Stepper | None = stepper
+        self._stepper, self._is_open = stepper, True
         self._cache = stepper.new_cache(max_batch, cache_capacity)
         self._inputs = InputChecker(bundle.manifest)
         self._input_name = self.manifest.contract.step_inputs[0].name
@@ -131,10 +131,11 @@ class DecodeSession:
     def close(self) -> None:
         """Frees the backend and the cache; any later use is an error. Closing twice is not."""
         with self._lock:
-            if self._stepper is not None:
+            if self._is_open:
                 self._cache.free()
                 self._stepper.close()
-                self._stepper = self._cache = None
+                self._is_open = False
+                del self._stepper, self._cache  # so that nothing of them is used, and what they still hold goes
 
     def __enter__(self) -> DecodeSession:
         return self
@@ -168,12 +169,12 @@ class DecodeSession:
         """Appends one token to each sequence: token ids int64 [B], or hidden states [B, 1, E]. Otherwise as `prefill`."""
         with self._lock:
             self._check_open()
-            on_device, x = is_device_tensor(x), self._taken(x)
-            if self._inputs.takes_tokens and x.ndim == 1:
-                x = x[:, None]
-            if x.ndim > 1 and x.shape[1] != 1:
-                raise InputError(f"decode: got {x.shape[1]} tokens a row, expected 1; use prefill for more")
-            return self._step_rows(x, None, on_device)
+            taken = self._taken(x)
+            if isinstance(taken, np.ndarray) and self._inputs.takes_tokens and taken.ndim == 1:
+                taken = taken[:, None]
+            if taken.ndim > 1 and taken.shape[1] != 1:
+                raise InputError(f"decode: got {taken.shape[1]} tokens a row, expected 1; use prefill for more")
+            return self._step_rows(taken, None, is_device_tensor(x))
 
     def _taken(self, x: Any) -> np.ndarray | DeviceTensor:
         """The caller's input: a host array, or hidden states that stay on the device. Tokens are checked on the host."""
@@ -288,7 +289,7 @@ class DecodeSession:
             check_fits({"the imported sequence": (0, state.length)}, self.cache_capacity)
             slot, row = self._acquire()
             self._cache.write(row, list(state.tensors))
-            self._slots.advance({slot: state.length})
+            self._slot_table().advance({slot: state.length})
             return slot
 
     def step(self, inputs: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -363,10 +364,18 @@ class DecodeSession:
             np.array([past_lens[row] for row in launch.rows], np.int64),
             np.array(seq_lens, np.int64),
         )
-        run = self._stepper.run_on_device if on_device else self._stepper.run
-        output = run(feeds, self._cache, launch.first)[self._output.name]
-        self._check_finite(self._stepper.to_host(output) if on_device else output, launch, seq_lens, names)
+        output, host = self._run_step(feeds, launch.first, on_device)
+        self._check_finite(host, launch, seq_lens, names)
         return {row: self._real_output(output, index, seq_lens[index]) for index, row in enumerate(launch.rows)}
+
+    def _run_step(self, feeds: Mapping[str, Any], first_row: int, on_device: bool) -> tuple[Any, np.ndarray]:
+        """One run of the stepper: its output where it lies, and in host memory."""
+        if not on_device:
+            output = self._stepper.run(feeds, self._cache, first_row)[self._output.name]
+            return output, output
+        assert isinstance(self._stepper, OnDevice), "_taken refuses device tensors for any other"
+        output = self._stepper.run_on_device(feeds, self._cache, first_row)[self._output.name]
+        return output, self._stepper.to_host(output)
 
     def _real_output(self, output: np.ndarray | DeviceTensor, index: int, seq_len: int) -> Any:
         """One row's logits [V] of its last token, or hidden states [T, E] of its real tokens."""
@@ -393,7 +402,7 @@ class DecodeSession:
             )
 
     def _check_open(self) -> None:
-        if self._stepper is None:
+        if not self._is_open:
             raise InputError("session: it is closed; open another")
 
 

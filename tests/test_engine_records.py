@@ -170,6 +170,12 @@ def test_an_engine_of_other_content_is_refused_by_a_full_check(tmp_path):
         check_engine(tmp_path, record, verify="full")
 
 
+def test_an_engine_to_decode_with_has_a_capacity():
+    assert RECORD.decode_capacity() == 64
+    with pytest.raises(BundleError, match=r"a\.engine: its record has no cache_capacity"):
+        replace(RECORD, cache_capacity=None).decode_capacity()
+
+
 # --- where it came from ------------------------------------------------------------------------------------------------
 
 

@@ -183,7 +183,8 @@ def slice_(layer: Any) -> Compute:
 
     def compute(x: Tensor, *given: Tensor | None) -> Tensor:
         tensors = [*given, *[None] * (5 - len(given))]
-        starts, sizes, strides, _, axes = (value if tensor is None else tensor.tolist() for value, tensor in zip(held, tensors, strict=True))
+        dims: list[Any] = [value if tensor is None else tensor.tolist() for value, tensor in zip(held, tensors, strict=True)]
+        starts, sizes, strides, _, axes = dims
         for start, size, stride, axis in zip(starts, sizes, strides or [1] * len(starts), axes or range(len(starts)), strict=True):
             last = start + (size - 1) * stride
             if size and not 0 <= min(start, last) <= max(start, last) < x.shape[axis]:

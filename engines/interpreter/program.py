@@ -60,9 +60,10 @@ class Program:
         tensors = {**self.constants, **inputs}
         with torch.inference_mode():
             for operation in self.operations:
-                arguments = [None if name is None else tensors[name] for name in operation.inputs]
+                arguments: list[Any] = [None if name is None else tensors[name] for name in operation.inputs]
                 if isinstance(operation.compute, Attention):
-                    result = operation.compute.compute(*arguments[:3], tensors, see)
+                    queries, keys, values = arguments[:3]
+                    result = operation.compute.compute(queries, keys, values, tensors, see)
                 else:
                     result = operation.compute(*arguments)
                 assert result.dtype == operation.dtype, f"{operation.name}: computed {result.dtype}, the network says {operation.dtype}"
@@ -102,9 +103,10 @@ def read_program(parsed: ParsedNetwork, initializer: Callable[[str], np.ndarray]
 def _operation(layer: Any, kind: str, output: Any) -> Operation:
     inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
     names = tuple(None if tensor is None else tensor.name for tensor in inputs)
+    compute: Compute | Attention
     if kind == "ATTENTION_INPUT":
-        compute = read_attention(layer, _attention_result(output.name))
-        names = (*names[:3], *(name for name in (compute.mask, compute.key_lengths) if name is not None))
+        compute = attention = read_attention(layer, _attention_result(output.name))
+        names = (*names[:3], *(name for name in (attention.mask, attention.key_lengths) if name is not None))
     elif kind == "ATTENTION_OUTPUT":
         compute = lambda x: x  # noqa: E731 - the boundary of what the input layer has computed
     elif kind in LAYERS:
@@ -129,7 +131,8 @@ def _constant(layer: Any, output: Any, initializer: Callable[[str], np.ndarray])
 
 def _in_order(operations: list[Operation], ready: set[str]) -> tuple[Operation, ...]:
     """Operations sorted so that each comes after what it reads; TensorRT lists some before their inputs."""
-    ordered, waiting = [], operations
+    ordered: list[Operation] = []
+    waiting = operations
     while waiting:
         later = []
         for operation in waiting:

@@ -23,7 +23,7 @@ from exporter.steppers.eager import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 
 
-class InterpreterStepper(Stepper):
+class InterpreterStepper(Stepper[HostCache]):
     """Parses the graph with TensorRT and runs the network that comes out; the cache is host memory, updated in place.
 
     A network's cache capacity is fixed, so a cache of another capacity parses the graph again. Nothing of the graph is
@@ -61,6 +61,7 @@ class InterpreterStepper(Stepper):
         if cache is not None:
             rows = slice(first_row, first_row + len(feeds["write_indices"]))
             inputs |= {spec.name: to_torch(array[rows]) for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)}
+        assert self._program is not None, "parsed when it was opened, or for this cache"
         tensors = self._program.run(inputs, see)
         self._check_in_place(tensors)
         return {spec.name: to_numpy(tensors[spec.name]) for spec in self.contract.step_outputs}

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
@@ -62,7 +63,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     transformers.utils.logging.set_verbosity_error()
-    location = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    location: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
     model = transformers.LlamaForCausalLM.from_pretrained(**location, dtype=torch.float32)
     # the loaded model counts as quantized, which save_pretrained refuses; its tensors are plain float32 by now
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

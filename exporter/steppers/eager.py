@@ -37,7 +37,7 @@ def feed_tensor(feeds: Mapping[str, np.ndarray], spec: TensorSpec) -> Tensor:
     return to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)))
 
 
-class EagerStepper(Stepper):
+class EagerStepper(Stepper[HostCache]):
     """Runs a unit's eager module in one dtype; the cache is host memory that torch writes into directly.
 
     Feeds of another floating-point dtype are converted: a float32 stepper over weights rounded to half is the reference

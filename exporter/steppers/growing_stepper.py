@@ -12,7 +12,7 @@ from exporter.steppers.onnxruntime_stepper import open_session
 from exporter.steppers.protocol import HostCache, Stepper
 
 
-class GrowingStepper(Stepper):
+class GrowingStepper(Stepper[HostCache]):
     """Drives a growing-cache graph behind the interface of the in-place ones, copying past in and present out.
 
     Every sequence of a step must have the same past length: such a graph knows only one, the length of its past tensors.
@@ -31,7 +31,8 @@ class GrowingStepper(Stepper):
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        assert cache is not None, "only models grow a cache"
         (past_len,) = set(feeds["write_indices"].tolist())
         total_len = feeds["attention_mask"].shape[1]
         rows = slice(first_row, first_row + len(feeds["write_indices"]))

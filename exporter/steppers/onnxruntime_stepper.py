@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 
 from exporter.bundle import Bundle
-from exporter.contract import ONNX_TYPES, Contract, numpy_dtype
+from exporter.contract import BATCH, CAPACITY, ONNX_TYPES, Contract, numpy_dtype
 from exporter.errors import BackendError, BundleError
 from exporter.steppers.protocol import Cache, HostCache, Stepper
 
@@ -27,7 +27,7 @@ class CudaCache(Cache):
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self.values = [
-            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)), "cuda", 0)
+            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype)), "cuda", 0)
             for spec in contract.cache_specs
         ]
 
@@ -50,7 +50,7 @@ class CudaCache(Cache):
             value.update_inplace(host)
 
 
-class OnnxruntimeStepper(Stepper):
+class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
     """Runs a graph on one execution provider.
 
     Past and present of a layer are bound to one address: onnxruntime then writes the new rows and copies nothing.
@@ -82,17 +82,17 @@ class OnnxruntimeStepper(Stepper):
     def from_bundle(cls, bundle: Bundle, provider: str | None = None) -> OnnxruntimeStepper:
         return cls(str(bundle.graph_path), bundle.manifest.contract, bundle.manifest.dtype, provider)
 
-    def new_cache(self, n_rows: int, capacity: int) -> Cache:
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache | CudaCache:
         kind = HostCache if self._device == "cpu" else CudaCache
         return kind(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | CudaCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in self._run(feeds, cache, first_row).items()}
 
-    def pass_on(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> onnxruntime.OrtValue:
+    def pass_on(self, feeds: Mapping[str, Any], cache: HostCache | CudaCache, first_row: int = 0) -> onnxruntime.OrtValue:
         return self._run(feeds, cache, first_row)["hidden_states_out"]
 
-    def _run(self, feeds: Mapping[str, Any], cache: Cache | None, first_row: int) -> dict[str, onnxruntime.OrtValue]:
+    def _run(self, feeds: Mapping[str, Any], cache: HostCache | CudaCache | None, first_row: int) -> dict[str, onnxruntime.OrtValue]:
         """A step whose feeds may be another step's values, and whose outputs stay onnxruntime's own."""
         binding = self._session.io_binding()
         held = []  # what is bound by its address: kept alive
@@ -112,9 +112,9 @@ class OnnxruntimeStepper(Stepper):
         results = binding.get_outputs()[: len(self.contract.step_outputs)]
         return {spec.name: result for spec, result in zip(self.contract.step_outputs, results, strict=True)}
 
-    def _bind_cache(self, binding: onnxruntime.IOBinding, cache: Cache, first_row: int, n_rows: int) -> None:
+    def _bind_cache(self, binding: onnxruntime.IOBinding, cache: HostCache | CudaCache, first_row: int, n_rows: int) -> None:
         for (past, present), spec, (address, stride) in zip(self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True):
-            shape = (n_rows, spec.axes[1], cache.capacity, spec.axes[3])
+            shape = spec.shape({BATCH: n_rows, CAPACITY: cache.capacity})
             start = address + first_row * stride
             binding.bind_input(past, self._device, 0, self._types[past], shape, start)
             binding.bind_output(present, self._device, 0, self._types[present], shape, start)
@@ -140,7 +140,7 @@ def open_session(graph: str | bytes, provider: str = "CPUExecutionProvider", dat
         raise BundleError(f"{what}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
 
 
-def _buffers(cache: Cache) -> list[tuple[int, int]]:
+def _buffers(cache: HostCache | CudaCache) -> list[tuple[int, int]]:
     """Address and bytes per row of every cache tensor."""
     if isinstance(cache, HostCache):
         return [(array.ctypes.data, array.strides[0]) for array in cache.arrays]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ class PartsCache(Cache):
         parts: the cache of each part.
     """
 
-    def __init__(self, parts: Sequence[Cache]) -> None:
+    def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
         self.n_rows, self.capacity = parts[0].n_rows, parts[0].capacity
 
@@ -44,14 +44,17 @@ class PartsCache(Cache):
             part.free()
 
 
-class PartsStepper(Stepper):
+Part = TypeVar("Part", bound=Stepper)
+
+
+class PartsStepper(Stepper[PartsCache], Generic[Part]):
     """Runs a unit whose graphs are consecutive parts, all on one backend.
 
     Attributes:
         steppers: of each part, in order.
     """
 
-    def __init__(self, contract: Contract, steppers: Sequence[Stepper]) -> None:
+    def __init__(self, contract: Contract, steppers: Sequence[Part]) -> None:
         self.contract, self.steppers = contract, list(steppers)
         self.backend = steppers[0].backend
         self.description = f"{steppers[0].description}, in {len(self.steppers)} parts"
@@ -59,7 +62,8 @@ class PartsStepper(Stepper):
     def new_cache(self, n_rows: int, capacity: int) -> PartsCache:
         return PartsCache([stepper.new_cache(n_rows, capacity) for stepper in self.steppers])
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        assert cache is not None, "a component is one graph"
         return self.steppers[-1].run(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
 
     def _advance(self, feeds: Mapping[str, Any], cache: PartsCache, first_row: int) -> dict[str, Any]:
@@ -74,11 +78,11 @@ class PartsStepper(Stepper):
             stepper.close()
 
 
-def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Stepper]) -> Stepper:
+def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Part]) -> Part | PartsStepper[Part]:
     """A stepper over a bundle, whether it is one graph or several; steppers already open are closed when a later one fails."""
     if not bundle.manifest.parts:
         return open_part(bundle)
-    steppers: list[Stepper] = []
+    steppers: list[Part] = []
     try:
         for part in bundle.parts:
             steppers.append(open_part(part))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from exporter.contract import Contract, numpy_dtype
+from exporter.contract import BATCH, CAPACITY, Contract, numpy_dtype
 
 
 class Cache(ABC):
@@ -54,7 +54,7 @@ class HostCache(Cache):
 
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
-        self.arrays = [np.zeros((n_rows, spec.axes[1], capacity, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in contract.cache_specs]
+        self.arrays = [np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype)) for spec in contract.cache_specs]
 
     def zero(self, row: int, start: int, stop: int) -> None:
         for array in self.arrays:
@@ -73,7 +73,7 @@ class HostCache(Cache):
 
 
 class OnDevice(ABC):
-    """What a stepper adds that can take inputs from device memory and leave outputs there. Tensors are its own kind."""
+    """What a stepper adds that can take inputs from device memory and leave outputs there. Tensors and caches are its own kind."""
 
     @abstractmethod
     def import_tensor(self, x: Any) -> Any:
@@ -84,12 +84,15 @@ class OnDevice(ABC):
         """A copy in host memory."""
 
     @abstractmethod
-    def run_on_device(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> dict[str, Any]:
+    def run_on_device(self, feeds: Mapping[str, Any], cache: Any, first_row: int = 0) -> dict[str, Any]:
         """As `Stepper.run`, with a first input that may lie on the device and outputs that stay there, in memory of their own."""
 
 
-class Stepper(ABC):
-    """Runs steps of one graph.
+OwnCache = TypeVar("OwnCache", bound=Cache)
+
+
+class Stepper(ABC, Generic[OwnCache]):
+    """Runs steps of one graph, over caches of its own kind.
 
     Attributes:
         backend: "eager", "onnxruntime", "tensorrt" or "interpreter".
@@ -102,11 +105,11 @@ class Stepper(ABC):
     contract: Contract
 
     @abstractmethod
-    def new_cache(self, n_rows: int, capacity: int) -> Cache:
+    def new_cache(self, n_rows: int, capacity: int) -> OwnCache:
         """A zeroed cache in the memory this stepper computes in."""
 
     @abstractmethod
-    def run(self, feeds: Mapping[str, np.ndarray], cache: Cache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(self, feeds: Mapping[str, np.ndarray], cache: OwnCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
         """Runs one step and returns the outputs by name, cache outputs left out.
 
         Args:
@@ -115,10 +118,10 @@ class Stepper(ABC):
             first_row: the first cache row that takes part.
         """
 
-    def pass_on(self, feeds: Mapping[str, Any], cache: Cache, first_row: int = 0) -> Any:
+    def pass_on(self, feeds: Mapping[str, Any], cache: OwnCache, first_row: int = 0) -> Any:
         """Runs a step of a part that others follow: returns its hidden states in the form that the next part's stepper, one of
         the same kind, takes as its `hidden_states` without a copy."""
         return self.run(feeds, cache, first_row)["hidden_states_out"]
 
-    def close(self) -> None:  # noqa: B027 - not abstract on purpose: most steppers hold nothing
+    def close(self) -> None:
         """Frees what the stepper holds; it cannot be used afterwards."""
