@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from engines.backend import Backend
-from engines.checks import check_network
+from engines.checks import check_network, check_weight_format
 from engines.gpu import visible_gpus
 from engines.network import ParsedNetwork, parse_network
 from engines.options import BuildOptions, apply_options, check_options
@@ -79,6 +79,7 @@ def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> P
     """
     manifest = bundle.manifest
     check_in_place(bundle)
+    check_weight_format(manifest)
     if manifest.parts:
         raise InputError(f"bundle {bundle.folder}: it lies in {len(manifest.parts)} parts, expected one graph; prepare each of its parts")
     capacity = None

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from exporter import cli
 from exporter.catalogue import CATALOGUE, WIDTH_RULES, lookup
-from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, Unit, lookup_dtype, weight_shapes
+from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, WEIGHT_FORMATS, Unit, WeightFormat, lookup_dtype, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
 
@@ -72,6 +72,12 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--layers", metavar="N|A:B", help="the first N layers, or layers A to B-1; a block takes layer 0")
     export.add_argument("--dtype", default="fp16", metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (default fp16)")
     export.add_argument("--attention-dtype", metavar="DTYPE", help="fp32 computes attention in float32 between casts (default: the dtype)")
+    export.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help=f"store matrices in integers with a scale a block: {', '.join(WEIGHT_FORMATS)}; TensorRT takes the signed ones only",
+    )
+    export.add_argument("--block-size", type=int, metavar="N", help="weights that share a scale, a power of two of at least 16 (default 32)")
     export.add_argument("--seed", type=int, default=0, help="of random weights, where there is no checkpoint (default 0)")
     export.add_argument(
         "--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)"
@@ -220,9 +226,18 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
         max_positions=arguments.max_positions,
         attention_dtype=arguments.attention_dtype,
         n_parts=n_parts,
+        weight_format=_weight_format(arguments),
         provenance=provenance,
         **extra,
     )
+
+
+def _weight_format(arguments: argparse.Namespace) -> WeightFormat | None:
+    if arguments.weights is None:
+        if arguments.block_size is not None:
+            raise InputError(f"block size: got {arguments.block_size} without --weights, expected one of {', '.join(WEIGHT_FORMATS)} there")
+        return None
+    return WeightFormat(arguments.weights) if arguments.block_size is None else WeightFormat(arguments.weights, arguments.block_size)
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from exporter import __version__
@@ -26,6 +26,7 @@ from exporter.contract import (
     Contract,
     TensorSpec,
     Unit,
+    WeightFormat,
     graph_contract,
     part_bounds,
     part_contract,
@@ -43,8 +44,8 @@ GENAI_CONFIG_FILE = "genai_config.json"
 OTHER_FILES = (GENAI_CONFIG_FILE, *TOKENIZER_FILES)
 
 _MANIFEST_KEYS = {
-    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "opset", "max_positions", "weights", "end_token_ids",
-    "inputs", "outputs", "cache_pairs", "parts", "files",
+    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "weight_format", "opset", "max_positions", "weights",
+    "end_token_ids", "inputs", "outputs", "cache_pairs", "parts", "files",
 }  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class Manifest:
         contract: the graph's inputs, outputs and cache pairs; of a unit in parts, those of all parts as one.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
         parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
+        weight_format: how matrices are stored where it is not in `dtype`.
     """
 
     config: ModelConfig
@@ -75,6 +77,7 @@ class Manifest:
     contract: Contract
     files: dict[str, dict]
     parts: tuple[Bounds, ...] = ()
+    weight_format: WeightFormat | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -114,6 +117,7 @@ class Manifest:
                 "config": self.config.to_dict(),
                 "dtype": self.dtype,
                 "attention_dtype": self.attention_dtype,
+                "weight_format": asdict(self.weight_format) if self.weight_format else None,
                 "opset": OPSET,
                 "max_positions": self.max_positions,
                 "weights": self.weights,
@@ -142,6 +146,7 @@ class Manifest:
             version = data.get("format_version") if isinstance(data, dict) else None
             raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
         data.setdefault("parts", [])  # manifests from before there were any
+        data.setdefault("weight_format", None)
         if set(data) != _MANIFEST_KEYS:
             raise BundleError(f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}")
         try:
@@ -160,6 +165,7 @@ class Manifest:
                 ),
                 files={name: {"size_bytes": int(entry["size_bytes"]), "sha256": str(entry["sha256"])} for name, entry in data["files"].items()},
                 parts=tuple((first, stop) for first, stop in data["parts"]),
+                weight_format=WeightFormat(**data["weight_format"]) if data["weight_format"] is not None else None,
             )
             problem = _first_problem(manifest, data["opset"])
         except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -204,6 +210,8 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
     in_parts = unit.kind != "component" and unit.cache == "in_place"
     if manifest.parts and not (in_parts and manifest.parts == part_bounds(unit.n_layers, len(manifest.parts))):
         return f"got parts {manifest.parts!r} for a {unit}"
+    if manifest.weight_format is not None:
+        manifest.weight_format.check(manifest.config)
     if manifest.attention_dtype not in (manifest.dtype, "fp32"):
         return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
     if not isinstance(manifest.max_positions, int) or not 1 <= manifest.max_positions <= manifest.config.context_length:

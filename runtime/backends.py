@@ -47,7 +47,8 @@ def open_stepper(
     from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
     from exporter.steppers.parts_stepper import open_parts
 
-    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, *names)), capacity
+    provider = names[0] if names else None
+    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, provider)), capacity
 
 
 def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -> tuple[Stepper, int]:
