@@ -13,10 +13,10 @@ from engines.backend import Backend, choose_backend
 from engines.build import BuildRequest, build_onnx, build_parts
 from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
-from engines.records import EngineRecord, read_records
 from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import InputError
 from exporter.placing import write_atomically
 

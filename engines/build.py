@@ -20,11 +20,13 @@ from engines.network import ParsedNetwork, parse_network
 from engines.options import BuildOptions, apply_options, check_options
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
 from engines.progress import BuildProgress
-from engines.records import EngineRecord, publish, read_records
-from engines.source import check_attention_nodes, check_cache_axes, fix_capacity, input_axes, load_source
+from engines.records import publish
+from engines.source import check_attention_nodes, check_cache_axes, input_axes, load_source
 from exporter.bundle import GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import CheckFailed, InputError
+from exporter.fixed_capacity import fix_capacity
 from exporter.memory import peak_memory_bytes
 from exporter.placing import temporary_file
 

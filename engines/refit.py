@@ -9,8 +9,9 @@ from dataclasses import replace
 from engines.backend import Backend
 from engines.gpu import visible_gpus
 from engines.network import create_logger
-from engines.records import EngineRecord, check_engine, check_runnable, publish
+from engines.records import check_engine, check_runnable, publish
 from exporter.bundle import GRAPH_FILE, Bundle, sha256_of
+from exporter.engine_records import EngineRecord
 from exporter.errors import BundleError, CheckFailed
 from exporter.placing import temporary_file
 

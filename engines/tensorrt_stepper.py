@@ -14,9 +14,10 @@ from engines.cuda import ALIGNMENT_BYTES, Cuda
 from engines.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.gpu import visible_gpus
 from engines.network import create_logger, dtype_name
-from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
+from engines.records import check_engine, check_lineage, check_runnable
 from exporter.bundle import Bundle
 from exporter.contract import Contract, TensorSpec, numpy_dtype
+from exporter.engine_records import EngineRecord, file_problem, read_records
 from exporter.errors import BackendError, BundleError, InputError
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
 
@@ -344,12 +345,13 @@ def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
 # --- choosing an engine --------------------------------------------------------------------------------------------------
 
 
-def find_engine(bundle: Bundle, cache_capacity: int | None) -> EngineRecord:
+def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
     """The engine of a bundle that can be used here.
 
     Args:
         bundle: an opened bundle.
         cache_capacity: what the caller asked for; None takes any.
+        verify: "full" takes the engine's checksum too; it holds weights of its own.
 
     Raises:
         BackendError: there is none; says why for each that there is.
@@ -369,6 +371,9 @@ def find_engine(bundle: Bundle, cache_capacity: int | None) -> EngineRecord:
             continue
         if cache_capacity not in (None, record.cache_capacity):
             reasons.append(f"engine {record.file}: its cache_capacity is {record.cache_capacity}, asked for was {cache_capacity}")
+            continue
+        if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
+            reasons.append(f"engine {record.file}: {problem}")
             continue
         return record
     raise BackendError(

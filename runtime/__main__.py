@@ -11,10 +11,10 @@ import numpy as np
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from engines.records import read_records
 from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
+from exporter.engine_records import read_records
 from exporter.errors import InputError
 from exporter.tokenizer import encode, open_tokenizer
 from runtime.backends import BACKENDS
