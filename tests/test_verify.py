@@ -14,31 +14,22 @@ from engines.backend import choose_backend
 from engines.build import BuildRequest, build_parts
 from exporter.__main__ import main
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, sha256_of
-from exporter.checkpoint.formats import open_checkpoint
-from exporter.contract import Unit
-from exporter.export import ExportRequest, export_bundle
 from exporter.verify import verify_bundle
-from exporter.weights import RandomWeights
-from tests.checkpoints import write_huggingface
-from tests.conftest import MAX_POSITIONS, TINY
+from tests.conftest import TINY
 from tests.planted_faults import doctored
 
 ENGINE, FIXED_GRAPH = "model.c32.tensorrt-rtx.engine", "model.c32.onnx"
 
 
 @pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """A model in parts with an engine each, a growing one from a checkpoint with a tokenizer, and another block's weights."""
+def originals(tiny_bundle, tmp_path_factory):
+    """A stack in parts with an engine each, and a growing model with a tokenizer."""
     folder = tmp_path_factory.mktemp("originals")
-    parts = ExportRequest(TINY, Unit.parse("model", TINY), RandomWeights(TINY, 0), "fp16", MAX_POSITIONS, n_parts=2)
-    build_parts(export_bundle(parts, folder / "parts", validated=False), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))
-    checkpoint = open_checkpoint(write_huggingface(folder / "checkpoint", TINY))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(vocabulary=TINY.vocab_size)))
-    growing = ExportRequest(
-        TINY, Unit.parse("model", TINY, cache="growing"), checkpoint.weights, "fp32", MAX_POSITIONS,
-        end_token_ids=(2,), tokenizer_files=(folder / "tokenizer.json",),
-    )  # fmt: skip
-    export_bundle(growing, folder / "growing", validated=False)
+    shutil.copytree(tiny_bundle("stack", "fp16", "2", n_parts=2).folder, folder / "parts")
+    build_parts(Bundle.open(folder / "parts"), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))
+    shutil.copytree(tiny_bundle("model", cache="growing").folder, folder / "growing")
+    (folder / "growing" / "tokenizer.json").write_text(json.dumps(_tokenizer(vocabulary=TINY.vocab_size)))
+    relist(folder / "growing", "tokenizer.json")
     return folder
 
 
@@ -213,7 +204,7 @@ def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda record: record["dtypes"].update(logits="fp16"), "other tensors or dtypes than the bundle at logits"),
+        (lambda record: record["dtypes"].update(hidden_states_out="fp32"), "other tensors or dtypes than the bundle at hidden_states_out"),
         (lambda record: record.update(cache_capacity=None), "cache_capacity None for a stack"),
         (lambda record: record.update(cache_capacity=65), "cache_capacity 65 for a stack of layers 0:1 of 64 positions"),
         (lambda record: record.update(size_bytes=7), "bytes, expected 7"),
