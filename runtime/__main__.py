@@ -12,7 +12,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from exporter import cli
-from exporter.bundle import Bundle
+from exporter.bundle import VERIFY, Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
 from exporter.engine_records import read_records
 from exporter.errors import InputError
@@ -64,11 +64,22 @@ def _add_session_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)",
     )
+    parser.add_argument(
+        "--verify",
+        choices=VERIFY,
+        default="graph",
+        help="checksums to take before anything runs: the graph's (default), or those of weights, tokenizer and engine too",
+    )
 
 
 def _open(arguments: argparse.Namespace, max_batch: int) -> DecodeSession:
     session = DecodeSession.open(
-        arguments.bundle, arguments.backend, arguments.provider, max_batch=max_batch, cache_capacity=arguments.cache_capacity
+        arguments.bundle,
+        arguments.backend,
+        arguments.provider,
+        max_batch=max_batch,
+        cache_capacity=arguments.cache_capacity,
+        verify=arguments.verify,
     )
     cli.say(f"backend: {session.description}; cache: {max_batch} × {session.cache_capacity} tokens")
     return session

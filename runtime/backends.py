@@ -15,7 +15,7 @@ BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
 
 
 def open_stepper(
-    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None
+    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None, verify: str = "graph"
 ) -> tuple[Stepper, int]:
     """The stepper for a session and the cache capacity to use; what does not fit in memory is refused before it is opened.
 
@@ -31,10 +31,10 @@ def open_stepper(
     if len(names) > 1:
         raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
-        return _open_tensorrt(bundle, max_batch, cache_capacity)
+        return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
-            return _open_tensorrt(bundle, max_batch, cache_capacity)
+            return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
         except BackendError:
             pass  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
     manifest = bundle.manifest
@@ -50,11 +50,11 @@ def open_stepper(
     return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, *names)), capacity
 
 
-def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -> tuple[Stepper, int]:
+def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str) -> tuple[Stepper, int]:
     from engines.cuda import RuntimeCuda
     from engines.tensorrt_parts import find_engines, open_engines
 
-    records = find_engines(bundle, cache_capacity)
+    records = find_engines(bundle, cache_capacity, verify)
     capacity, cuda = records[0].cache_capacity, RuntimeCuda()
     plan_memory(bundle.manifest, "tensorrt", max_batch, capacity).check(cuda.free_bytes())
     stepper = open_engines(bundle, records, cuda)

@@ -94,7 +94,7 @@ class DecodeSession:
             max_batch: sequences to hold at once.
             cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes;
                 None means the smaller of 2,048 and what the graph was exported for, or the engine's capacity.
-            verify: "graph" checks file sizes and the graph's checksum, "full" the weights' checksum too.
+            verify: "graph" checks file sizes and the graph's checksum, "full" every checksum, that of the engine in use too.
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
@@ -108,7 +108,7 @@ class DecodeSession:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
-        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
         return cls(opened, stepper, max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------

@@ -12,9 +12,14 @@ import pytest
 
 from engines.backend import choose_backend
 from engines.build import BuildRequest, build_parts
+from engines.gpu import Gpu
+from engines.tensorrt_parts import find_engines
 from exporter.__main__ import main
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, sha256_of
+from exporter.errors import BackendError, BundleError
 from exporter.verify import verify_bundle
+from runtime import DecodeSession
+from runtime.__main__ import main as runtime
 from tests.conftest import TINY
 from tests.planted_faults import doctored
 
@@ -277,3 +282,43 @@ def test_tokens_and_settings_that_the_unit_cannot_have_are_named(growing, tiny_b
     relist(block, GENAI_CONFIG_FILE, "tokenizer.json")
     first, second, *_ = problems(block)[MANIFEST_FILE]
     assert "genai_config.json for a cache that is in_place" in first and "lists tokenizer.json for a block" in second
+
+
+# --- the same checks when a bundle is opened -------------------------------------------------------------------------------
+
+
+def flip_byte(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(100)
+        byte = file.read(1)[0]
+        file.seek(100)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_opening_names_every_damaged_file_at_once(parts):
+    os.truncate(parts / "part0" / DATA_FILE, 4096)
+    (parts / "part1" / GRAPH_FILE).unlink()
+    with pytest.raises(BundleError, match=r"2 problems:\n  part0/model\.onnx\.data has 4,096 bytes.*\n  part1/model\.onnx is missing"):
+        Bundle.open(parts)
+
+
+def test_changed_weights_are_refused_where_a_full_check_is_asked_for(parts, capsys):
+    flip_byte(parts / "part1" / DATA_FILE)
+    with DecodeSession.open(parts, cache_capacity=16):
+        pass
+    with pytest.raises(BundleError, match=r"part1/model\.onnx\.data has another SHA-256"):
+        DecodeSession.open(parts, verify="full")
+    arguments = ["decode", str(parts), "--prompt-len", "2", "--steps", "1", "--cache-capacity", "16"]
+    assert runtime(arguments) == 0
+    assert runtime([*arguments, "--verify", "full"]) == 2
+    assert "part1/model.onnx.data has another SHA-256" in capsys.readouterr().err
+
+
+def test_a_changed_engine_is_refused_where_a_full_check_is_asked_for(parts, monkeypatch):
+    monkeypatch.setattr("engines.tensorrt_stepper.visible_gpus", lambda: [Gpu("NVIDIA Test 9000", "8.9")])
+    bundle = Bundle.open(parts)
+    assert [record.file for record in find_engines(bundle, None, "full")] == [ENGINE, ENGINE]
+    flip_byte(parts / "part1" / ENGINE)
+    assert len(find_engines(bundle, None)) == 2
+    with pytest.raises(BackendError, match="it is not the file that was built"):
+        find_engines(bundle, None, "full")
