@@ -52,6 +52,8 @@ MANIFEST_KEYS = (
 UNIT_KEYS, CONFIG_KEYS, ROPE_SCALING_KEYS, TENSOR_KEYS = (
     tuple(field.name for field in fields(kind)) for kind in (Unit, ModelConfig, RopeScaling, TensorSpec)
 )
+ADDED_KEYS = {"parts": []}  # within format 1, with what held before; older manifests lack them
+ADDED_UNIT_KEYS = {"cache": "in_place"}
 WEIGHTS_KEYS = {"random": ("source", "seed"), "checkpoint": ("source",)}
 FILE_KEYS = ("size_bytes", "sha256")
 
@@ -212,10 +214,10 @@ def check_format_version(data: object, newest: int, subject: str, remedy: str) -
 
 
 def _complete_older(data: dict) -> None:
-    """Gives a manifest what earlier writers of its format did not know yet, with the values that it had then."""
-    data.setdefault("parts", [])
+    """Gives a manifest what earlier writers of its format did not know yet, with the values that held then."""
+    data |= {key: value for key, value in ADDED_KEYS.items() if key not in data}
     if isinstance(data.get("unit"), dict):
-        data["unit"].setdefault("cache", "in_place")
+        data["unit"] = ADDED_UNIT_KEYS | data["unit"]
 
 
 def _check_keys(data: dict) -> None:

@@ -69,9 +69,11 @@ def read_records(folder: Path) -> list[EngineRecord]:
     remedy = "remove it and build again"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or set(data) != set(ENGINES_KEYS):
-            raise TypeError(f"expected an object of {', '.join(ENGINES_KEYS)}")
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise TypeError("expected an object with a format_version")
         check_format_version(data, FORMAT_VERSION, str(path), remedy)
+        if set(data) != set(ENGINES_KEYS):
+            raise TypeError(f"expected an object of {', '.join(ENGINES_KEYS)}")
         records = [_typed(EngineRecord(**record)) for record in data["engines"]]
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         if isinstance(error, BundleError):
