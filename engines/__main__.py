@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-build", description="From a bundle, or any ONNX file, to a TensorRT engine.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     build = commands.add_parser("build", help="check a graph and compile it; needs no GPU with tensorrt-rtx")
     build.add_argument("bundle", nargs="?", metavar="BUNDLE", help="the bundle's folder; the engine goes into it")

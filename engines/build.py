@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from exporter.errors import CheckFailed, InputError
 from exporter.fixed_capacity import fix_capacity
 from exporter.memory import peak_memory_bytes
 from exporter.placing import temporary_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,7 @@ def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage
     parsed, backend = prepared.parsed, prepared.parsed.backend
     for note in prepared.notes:
         say(f"note: {note}")
+    log.info("building %s for cache capacity %s: %s", name, prepared.cache_capacity, options)
     read_records(folder)  # a damaged engines.json shows before the build, not after it
     started = time.perf_counter()
     with temporary_file(folder, name) as temporary:
@@ -204,6 +208,7 @@ def _build(prepared: Prepared, folder: Path, name: str, graph_file: str, lineage
                 graph.write_bytes(prepared.model.SerializeToString(deterministic=True))
                 os.replace(graph, folder / graph_file)
         publish(folder, temporary, record)
+    log.info("%s: %.1f MiB in %.2f s, %d profiles", folder / name, record.size_bytes / 2**20, record.build_seconds, len(record.profiles))
     return record
 
 

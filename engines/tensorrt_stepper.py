@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from exporter.contract import Contract, TensorSpec, numpy_dtype
 from exporter.engine_records import EngineRecord, file_problem, read_records
 from exporter.errors import BackendError, BundleError, InputError
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
+
+log = logging.getLogger(__name__)
 
 GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
 MAX_GRAPHS = 32
@@ -375,6 +378,7 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
         if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
             reasons.append(f"engine {record.file}: {problem}")
             continue
+        log.info("engine %s: chosen, %s %s, cache capacity %s", record.file, record.backend, record.version, record.cache_capacity)
         return record
     raise BackendError(
         "backend tensorrt: " + ("; ".join(reasons) or f"bundle {bundle.folder} has no engine; build one with `python -m engines build`")

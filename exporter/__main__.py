@@ -20,7 +20,7 @@ DEFAULT_PAST_LEN = 1000
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-export", description="From a checkpoint to a validated ONNX bundle.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     params = commands.add_parser("params", help="print what a model costs: parameters, bytes, KV cache, FLOPs")
     params.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
@@ -33,6 +34,9 @@ from exporter.contract import (
     part_contract,
 )
 from exporter.errors import BundleError, InputError, together
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 GRAPH_FILE = "model.onnx"
@@ -310,9 +314,12 @@ class Bundle:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
         bundle = cls.read(folder)
         graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        problems = bundle.file_problems(graphs if verify == "graph" else bundle.manifest.files)
+        checked = graphs if verify == "graph" else list(bundle.manifest.files)
+        with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(bundle.manifest.files), ", ".join(checked)):
+            problems = bundle.file_problems(checked)
         if problems:
             raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in problems.items()]))
+        log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
         return bundle
 
     @classmethod

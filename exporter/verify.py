@@ -7,6 +7,7 @@ keep what it promises.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,10 @@ from exporter.errors import BundleError, CheckFailed, InputError, together
 from exporter.fixed_capacity import fixed_graph_problem
 from exporter.graph_check import graph_problems
 from exporter.interop import genai_config
+from exporter.timing import timed
 from exporter.tokenizer import open_tokenizer
+
+log = logging.getLogger(__name__)
 
 DAMAGE, CONTRACT = "damage", "contract"
 
@@ -163,14 +167,18 @@ def _other_files(folder: Path, known: set[str]) -> tuple[str, ...]:
 
 
 def _file_problems(bundle: Bundle) -> Iterator[Problem]:
-    for name, problem in bundle.file_problems(bundle.manifest.files).items():
+    with timed(log, "sizes and checksums of %s", ", ".join(bundle.manifest.files)):
+        problems = bundle.file_problems(bundle.manifest.files)
+    for name, problem in problems.items():
         yield Problem(DAMAGE, name, f"it {problem}")
 
 
 def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
     for prefix, part in _parts(bundle):
         if part.graph_path.is_file():
-            for problem in graph_problems(part.graph_path, part.manifest.contract):
+            with timed(log, "%s%s against its contract", prefix, GRAPH_FILE):
+                problems = graph_problems(part.graph_path, part.manifest.contract)
+            for problem in problems:
                 yield Problem(CONTRACT, f"{prefix}{GRAPH_FILE}", problem)
 
 
@@ -239,6 +247,7 @@ def _all_engine_problems(bundle: Bundle) -> Iterator[Problem]:
             yield Problem(DAMAGE, f"{prefix}{ENGINES_FILE}", str(error).removeprefix(f"{part.folder / ENGINES_FILE}: "))
             continue
         for record in records:
+            log.info("%s%s: its file, origin and record", prefix, record.file)
             yield from (Problem(DAMAGE, f"{prefix}{name}", problem) for name, problem in _engine_problems(part, record))
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-run", description="Decode from a bundle with an in-place KV cache.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     decode = commands.add_parser("decode", help="prefill and decode on random input; print the time of each step")
     _add_session_arguments(decode)

@@ -5,7 +5,9 @@ Nothing here imports what it examines: backends are tried in a child process (`r
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -23,6 +25,8 @@ from runtime.findings import FACT, FAILED, GOOD, Finding
 from runtime.installed import conflict_findings, version_findings
 from runtime.probe import MARK, PROBES
 
+log = logging.getLogger(__name__)
+
 DEFAULT_MODEL = "smollm2-135m"
 DOWNLOAD_BYTES = 90 * 2**20  # of its import, gone afterwards
 FILES_BYTES_PER_PARAMETER = 4 + 2 + 2  # float32 checkpoint, fp16 bundle, engine
@@ -33,10 +37,10 @@ KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 def examine() -> Iterator[Finding]:
     """Every finding, as it is made: versions, conflicts, the machine, then each backend at work."""
-    yield from version_findings()
-    yield from conflict_findings(driver_cuda(), visible_gpus())
-    yield from machine_findings(Path.cwd())
-    yield from probe_findings(tuple(PROBES))
+    stages = (version_findings(), conflict_findings(driver_cuda(), visible_gpus()), machine_findings(Path.cwd()), probe_findings(tuple(PROBES)))
+    for finding in itertools.chain.from_iterable(stages):
+        log.info("%s: %s, %s", finding.name, finding.state, finding.detail)
+        yield finding
 
 
 # --- the machine -----------------------------------------------------------------------------------------------------------

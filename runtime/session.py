@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from runtime.inputs import InputChecker, as_array
 from runtime.memory import plan_memory
 from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
 from runtime.slots import SlotTable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class DecodeSession:
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
+        log.info("decoding with %s; %d sequences of %d tokens", stepper.description, max_batch, capacity)
         return cls(opened, stepper, max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from exporter.bundle import Bundle
 from exporter.contract import ONNX_TYPES, Contract, numpy_dtype
 from exporter.errors import BackendError, BundleError
 from exporter.steppers.protocol import Cache, HostCache, Stepper
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -133,10 +137,11 @@ def open_session(graph: str | bytes, provider: str = "CPUExecutionProvider", dat
     options.log_severity_level = 3
     if data_folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data_folder.absolute()))
+    what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
     try:
-        return onnxruntime.InferenceSession(graph, options, providers=[provider])
+        with timed(log, "session of %s on %s", what, provider):
+            return onnxruntime.InferenceSession(graph, options, providers=[provider])
     except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
-        what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
         raise BundleError(f"{what}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
 
 
