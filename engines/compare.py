@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,10 +28,13 @@ from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
+from exporter.timing import timed
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record
 from exporter.weights import RandomWeights, WeightSource
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")
 AUDITED = ("onnxruntime", "interpreter")
@@ -171,7 +175,7 @@ class Comparer:
         recordings, descriptions = {}, {}
         for name in backends:
             self.say(f"run: {name}")
-            with self.open(name) as stepper:
+            with self.open(name) as stepper, timed(log, "%s: every scenario", name):
                 recordings[name] = self.record(stepper)
                 descriptions[name] = stepper.description
         reference = backends[0]

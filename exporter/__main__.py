@@ -25,7 +25,7 @@ DEFAULT_PAST_LEN = 1000
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-export", description="From a checkpoint to a validated ONNX bundle.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     params = commands.add_parser("params", help="print what a model costs: parameters, bytes, KV cache, FLOPs")
     params.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")
@@ -53,8 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_format(validate)
     validate.set_defaults(run=_validate)
 
-    verify = commands.add_parser("verify", help="check every file of a bundle against its checksum and its graph against the contract")
+    verify = commands.add_parser("verify", help="check every file of a bundle, its graph against the contract, and where its engines came from")
     verify.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    cli.add_format(verify)
     verify.set_defaults(run=_verify)
     return parser
 
@@ -279,14 +280,16 @@ def _say_control(section: dict) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from exporter.bundle import Bundle
-    from exporter.graph_check import check_graph
+    from exporter.verify import verify_bundle
 
-    bundle = Bundle.open(arguments.bundle, verify="full")
-    for part in bundle.parts:
-        check_graph(part.graph_path, part.manifest.contract)
-    checked = [*bundle.manifest.files, *bundle.check_engines()]
-    cli.say(f"{bundle.folder}: {', '.join(checked)} match their checksums, the graph keeps its contract")
+    verification = verify_bundle(arguments.bundle)
+    if arguments.format == "json":
+        cli.print_json(verification.to_dict())
+    verification.check()
+    if arguments.format == "table":
+        cli.say(f"{verification.folder}: {', '.join(verification.files)} are as they were written, the graph keeps its contract")
+        if verification.others:
+            cli.say(f"not the bundle's, and not looked at: {', '.join(verification.others)}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
 import math
 import platform
 import shutil
@@ -31,11 +32,14 @@ from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
 from exporter.store import bundle_weights, write_graph
+from exporter.timing import timed
 from exporter.tolerances import tolerance
 from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
 from exporter.validate_layers import LayerValidation
 from exporter.weights import RoundedWeights, WeightSource
+
+log = logging.getLogger(__name__)
 
 COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 VALIDATION_COPIES = 3  # of the weights in float32: eager's, onnxruntime's, and what a control or a twin adds
@@ -140,6 +144,7 @@ def export_bundle(
             if not report["validation"]["passed"]:
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
         write_report(bundle, report)
+    log.info("%s is in place, after %.2f s; peak memory %.2f GiB", target, time.perf_counter() - started, peak_memory_bytes() / 2**30)
     return Bundle(Path(target), manifest)
 
 
@@ -156,12 +161,16 @@ def _write_bundle(
         (folder / place).mkdir(exist_ok=True)
         what = request.unit if part is None else f"part {index + 1} of {len(parts)}, layers {part[0]}:{part[1]} of {request.unit}"
         say(f"trace: {what}, {request.dtype}, {max_positions} positions")
-        graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype, part, request.weight_format)
+        with timed(log, "traced"):
+            float32_attention = attention_dtype != request.dtype
+            graph = assemble(request.config, request.unit, request.dtype, max_positions, float32_attention, part, request.weight_format)
         say("write: graph and weights")
-        written = write_graph(graph, folder / place, request.config, request.weights, progress)
+        with timed(log, "written"):
+            written = write_graph(graph, folder / place, request.config, request.weights, progress)
         flushed |= written.flushed
         files |= {f"{place}{name}": file_entry(folder / place / name, written.checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
-        check_graph(folder / place / GRAPH_FILE, graph.contract)
+        with timed(log, "graph held against its contract"):
+            check_graph(folder / place / GRAPH_FILE, graph.contract)
     if flushed:
         n_flushed = sum(flushed.values())
         say(f"note: {n_flushed:,} values of {len(flushed)} weights are too small for {request.dtype} and became zero; see report.json")

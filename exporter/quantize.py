@@ -1,7 +1,9 @@
 """Weights as integers of few bits with one scale a block: rounding them, packing them, and what they stand for.
 
-Rounding is to nearest. Of several scales a block, the one with the least squared error is taken: the largest weight of a block
-may be clipped where that makes the others more precise. Nothing but the weights is looked at.
+Rounding is to nearest. For int4 the scale of a block is the one of several with the least squared error: its largest weight may be
+clipped where that makes the others more precise. On SmolLM2 that takes a fifth off the KL divergence (0.41 to 0.33 nats); for uint4,
+whose range follows both ends of a block, it takes nothing (0.27 and 0.28), and at 8 bits clipping never pays. Nothing but the
+weights is looked at.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from torch import Tensor, nn
 from exporter.contract import WeightFormat
 from exporter.weights import TORCH_DTYPES, WeightSource
 
-# Shares of a block's largest weight that the largest integer may stand for. At 8 bits clipping never pays.
-CLIPPINGS = {4: (1.0, 0.96, 0.92, 0.88, 0.84, 0.8), 8: (1.0,)}
+# Shares of a block's largest weight that the largest integer may stand for.
+CLIPPINGS = {"int4": (1.0, 0.96, 0.92, 0.88, 0.84, 0.8), "uint4": (1.0,), "int8": (1.0,), "uint8": (1.0,)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
     lowest_integer, highest_integer = weight_format.range
     smallest_scale = torch.finfo(TORCH_DTYPES[dtype]).tiny
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-    for clipping in CLIPPINGS[weight_format.bits]:
+    for clipping in CLIPPINGS[weight_format.dtype]:
         span = largest / highest_integer if largest is not None else (high - low) / highest_integer
         scale = (span * clipping).to(TORCH_DTYPES[dtype]).clamp(min=smallest_scale)
         exact = scale.float()

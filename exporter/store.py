@@ -6,6 +6,7 @@ Memory: the largest slice, not the model. A tensor above SLICE_BYTES is read and
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,8 @@ from exporter.errors import CheckpointError
 from exporter.quantize import Quantized, pack, quantize, unpack
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
 SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
@@ -80,6 +83,7 @@ def write_graph(
                 flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
     (folder / GRAPH_FILE).write_bytes(model)
+    log.info("%d weights, %.1f MiB, and a graph of %.1f KiB", len(graph.stored), end / 2**20, len(model) / 2**10)
     return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
 
 

@@ -16,11 +16,12 @@ from engines.backend import Backend, choose_backend
 from engines.checks import check_weight_format
 from engines.interpreter.program import Program, read_program
 from engines.network import ParsedNetwork, parse_network
-from engines.source import fix_capacity, load_source
+from engines.source import load_source
 from exporter.block import See, unseen
 from exporter.bundle import Bundle
 from exporter.contract import Contract
 from exporter.errors import CheckFailed
+from exporter.fixed_capacity import fix_capacity
 from exporter.steppers.eager import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 

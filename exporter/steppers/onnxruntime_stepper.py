@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from exporter.bundle import Bundle
 from exporter.contract import BATCH, CAPACITY, ONNX_TYPES, Contract, numpy_dtype
 from exporter.errors import BackendError, BundleError
 from exporter.steppers.protocol import Cache, HostCache, Stepper
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 _FLOAT32_PRODUCTS, _INTEGER_PRODUCTS = "1", "4"  # onnxruntime's accuracy levels of products with weights in integers
 DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
@@ -149,10 +153,11 @@ def open_session(
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", _INTEGER_PRODUCTS if integer_products else _FLOAT32_PRODUCTS)
     if data_folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data_folder.absolute()))
+    what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
     try:
-        return onnxruntime.InferenceSession(graph, options, providers=[provider])
+        with timed(log, "session of %s on %s", what, provider):
+            return onnxruntime.InferenceSession(graph, options, providers=[provider])
     except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
-        what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
         raise BundleError(f"{what}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
 
 
