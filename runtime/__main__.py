@@ -187,7 +187,8 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
         if validation:
             verdict = "PASSED" if validation["passed"] else "FAILED"
-            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['max_allowed']:.0e} allowed")
+            error = "not finite" if validation["max_error"] is None else f"{validation['max_error']:.1e} of rms at most"
+            table.add_row("validated", f"{verdict}: {error}, {validation['max_allowed']:.0e} allowed")
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)
