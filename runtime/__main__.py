@@ -220,7 +220,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     cli.stderr.print(table)
     for finding in failed:
         cli.say(f"{finding.name}: {finding.detail}; to mend it: {finding.fix}")
-    cli.say(f"{len(failed)} things need mending" if failed else "everything that is needed works")
+    cli.say(f"to mend: {len(failed)}" if failed else "everything that is needed works")
     return cli.EXIT_CHECK_FAILED if failed else cli.EXIT_GOOD
 
 
