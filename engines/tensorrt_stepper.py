@@ -362,6 +362,7 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
 
     Raises:
         BackendError: there is none; says why for each that there is.
+        BundleError: the one to use is not the file that was built, found by a full check; another would be a silent substitute.
     """
     gpus = visible_gpus()
     if not gpus:
@@ -381,8 +382,7 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
             reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
             continue
         if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
-            reasons.append(f"engine {record.file}: {problem}")
-            continue
+            raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
         log.info("engine %s: chosen, %s %s, cache capacity %s", record.file, record.backend, record.version, record.cache_capacity)
         return record
     raise BackendError(

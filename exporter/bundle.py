@@ -160,7 +160,7 @@ class Manifest:
         _complete_older(data)
         unknown, missing = sorted(set(data) - set(MANIFEST_KEYS)), sorted(set(MANIFEST_KEYS) - set(data))
         if unknown or missing:
-            raise BundleError(f"{subject}: unknown keys {unknown}, missing keys {missing}")
+            raise BundleError(f"{subject}: unknown keys {str(unknown)[:300]}, missing keys {missing}")
         try:
             _check_keys(data)
             manifest = cls(
@@ -386,8 +386,9 @@ class Bundle:
             BundleError: the report is damaged.
         """
         path = self.folder / REPORT_FILE
+        text = read_text(path) if path.is_file() else "{}"
         try:
-            report = json.loads(read_text(path)) if path.is_file() else {}
+            report = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: not JSON ({error}); {_REPORT_REMEDY.format(self.folder)}") from None
         if not isinstance(report, dict):

@@ -189,7 +189,8 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
         if validation:
             verdict = "PASSED" if validation["passed"] else "FAILED"
-            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['max_allowed']:.0e} allowed")
+            error = "not finite" if validation["max_error"] is None else f"{validation['max_error']:.1e} of rms at most"
+            table.add_row("validated", f"{verdict}: {error}, {validation['max_allowed']:.0e} allowed")
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)
@@ -221,7 +222,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     cli.stderr.print(table)
     for finding in failed:
         cli.say(f"{finding.name}: {finding.detail}; to mend it: {finding.fix}")
-    cli.say(f"{len(failed)} things need mending" if failed else "everything that is needed works")
+    cli.say(f"to mend: {len(failed)}" if failed else "everything that is needed works")
     return cli.EXIT_CHECK_FAILED if failed else cli.EXIT_GOOD
 
 

@@ -16,10 +16,11 @@ from engines.gpu import Gpu
 from engines.tensorrt_parts import find_engines
 from exporter.__main__ import main
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, sha256_of
-from exporter.errors import BackendError, BundleError
+from exporter.errors import BundleError
 from exporter.verify import verify_bundle
 from runtime import DecodeSession
 from runtime.__main__ import main as runtime
+from runtime.backends import open_stepper
 from tests.conftest import TINY
 from tests.planted_faults import doctored
 
@@ -320,5 +321,6 @@ def test_a_changed_engine_is_refused_where_a_full_check_is_asked_for(parts, monk
     assert [record.file for record in find_engines(bundle, None, "full")] == [ENGINE, ENGINE]
     flip_byte(parts / "part1" / ENGINE)
     assert len(find_engines(bundle, None)) == 2
-    with pytest.raises(BackendError, match="it is not the file that was built"):
-        find_engines(bundle, None, "full")
+    for backend in ("tensorrt", "auto"):  # auto must not take onnxruntime instead
+        with pytest.raises(BundleError, match=r"part1/.*engine: it is not the file that was built"):
+            open_stepper(bundle, backend, None, 1, None, "full")
