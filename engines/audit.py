@@ -291,7 +291,7 @@ def _measure(index: int, name: str, step: StepReference, carried: np.ndarray, lo
     carried_error, _ = _error(name, reference, carried)
     local_error, worst = _error(name, step.local[name], local)
     definition = step.definition[name]
-    budget = operation_budget(name, dtype, observer.backend)
+    budget = operation_budget(name, dtype, observer.backend, observer.integer_weights)
     judged_by_bits = budget.differing < 1 and observer.rounds_each_operation and local.shape == definition.shape
     differing = float(np.mean(local != definition)) if judged_by_bits else math.nan
     is_half = dtype == "fp16" and reference.dtype == np.float64 and not _is_float32(name)

@@ -38,12 +38,14 @@ class Observer(ABC):
         contract: inputs and outputs of what it runs; its dtypes are those of the cache.
         rounds_each_operation: whether every operation's result has the graph's own dtype. onnxruntime computes half graphs in
             float32 and rounds where it must, so its results need not be bit-equal to the definition's.
+        integer_weights: whether the graph's weights are stored in integers.
     """
 
     backend: str
     description: str
     contract: Contract
     rounds_each_operation: bool = True
+    integer_weights: bool = False
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
@@ -100,6 +102,7 @@ class GraphObserver(Observer):
         self.description = f"onnxruntime {onnxruntime.__version__} on CPUExecutionProvider, every named value an output"
         self._path = graph_path
         model = onnx.load(graph_path, load_external_data=False)
+        self.integer_weights = any(node.op_type == "DequantizeLinear" for node in model.graph.node)
         self._names = _add_outputs(model, names)
         self._tapped = self._session(model)
         self._cut: onnxruntime.InferenceSession | None = None

@@ -143,7 +143,13 @@ def operation_kind(name: str) -> str:
     return _KINDS[name.rpartition(".")[2]]
 
 
-def operation_budget(name: str, dtype: str, backend: str) -> Budget:
+# onnxruntime multiplies packed integers by their scales in float32 and never rounds the weight to half, as the graph says:
+# closer to the checkpoint, and 1.1e-3 from the definition where rounding once costs 4.9e-4.
+_PACKED_WEIGHTS = ("onnxruntime", "projection", "fp16")
+_PACKED_WEIGHTS_BUDGET = 4.0
+
+
+def operation_budget(name: str, dtype: str, backend: str, integer_weights: bool = False) -> Budget:
     """What the operation that makes a named value may err by on a backend.
 
     A bfloat16 bundle runs on onnxruntime as its float32 twin and is held to float32 there.
@@ -152,6 +158,8 @@ def operation_budget(name: str, dtype: str, backend: str) -> Budget:
     *ulps, differing, reason = OPERATIONS[kind]
     through = "fp32" if (backend, dtype) == ("onnxruntime", "bf16") else dtype
     allowed = _HALF_SCORES_BUDGET if (backend, kind, dtype) == _HALF_SCORES else ulps[("fp32", "fp16", "bf16").index(through)]
+    if integer_weights and (backend, kind, dtype) == _PACKED_WEIGHTS:
+        allowed = _PACKED_WEIGHTS_BUDGET
     bitwise = differing if through != "fp32" else 1.0
     return Budget(allowed * _ULP[through], bitwise, reason)
 

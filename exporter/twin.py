@@ -42,11 +42,26 @@ def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path
         for attribute in node.attribute:
             if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.BFLOAT16:
                 attribute.i = TensorProto.FLOAT
+    _round_dequantized(model.graph)
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     onnx.save(model, folder / GRAPH_FILE)
     return folder / GRAPH_FILE
+
+
+def _round_dequantized(graph: onnx.GraphProto) -> None:
+    """Weights made of integers are rounded to bf16, as the graph has them, before they are widened."""
+    nodes = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.op_type == "DequantizeLinear":
+            name = node.output[0]
+            node.output[0] = f"{name}.exact"
+            nodes.append(onnx.helper.make_node("Cast", [f"{name}.exact"], [f"{name}.rounded"], name=f"{name}.rounded", to=TensorProto.BFLOAT16))
+            nodes.append(onnx.helper.make_node("Cast", [f"{name}.rounded"], [name], name=f"{name}.widened", to=TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _widen_external(tensor: TensorProto, data: np.ndarray, file: BinaryIO) -> None:

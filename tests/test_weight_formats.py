@@ -173,6 +173,14 @@ def test_tensorrt_understands_the_same(tmp_path, name, dtype):
     assert compare_bundle(export(tmp_path, name, "model", dtype), CompareRequest()).passed
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("int4", "fp16"), ("int8", "bf16"), ("uint4", "fp16"), ("uint8", "fp32")])
+def test_every_operation_is_within_its_budget(tmp_path, name, dtype):
+    """Weights are rounded once more where they are widened; a budget for whole weights would blame each projection."""
+    result = compare_bundle(export(tmp_path, name, dtype=dtype), CompareRequest(audit=True))
+    assert result.passed
+    assert all(backend.audit is not None for backend in result.results)
+
+
 @pytest.mark.parametrize(("name", "share"), [("int8", 0.75), ("int4", 0.5)])
 def test_an_engines_weights_stay_packed(tmp_path, name, share):
     config = dataclasses.replace(TINY, hidden_size=1024, n_heads=16, n_kv_heads=16, head_dim=64, intermediate_size=4096, n_layers=1)
