@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from packaging.markers import Marker
 from packaging.requirements import Requirement
@@ -42,10 +42,13 @@ def range_problems(wanted: Iterable[Requirement], pins: Mapping[str, Pin]) -> li
     return problems
 
 
-def environment_problems(installed: Mapping[str, str], pins: Mapping[str, Pin]) -> list[str]:
-    """Packages that are missing, of another version, or not the lock's. A local label (torch's "+cpu") names a build of a version."""
+def environment_problems(installed: Mapping[str, str], pins: Mapping[str, Pin], added: Set[str] = frozenset()) -> list[str]:
+    """Packages that are missing, of another version, or neither the lock's nor among `added`.
+
+    A local label (torch's "+cpu") names a build of a version.
+    """
     expected = {name: pin.version for name, pin in pins.items() if not pin.marker or Marker(pin.marker).evaluate()}
-    got = {name: version for name, version in installed.items() if name not in NOT_LOCKED}
+    got = {name: version for name, version in installed.items() if name in expected or name not in {*NOT_LOCKED, *added}}
     return [
         f"{name}: got {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
         for name in sorted({*got, *expected})
@@ -58,6 +61,19 @@ def installed_packages() -> dict[str, str]:
     return {normal(package.metadata["Name"]): package.version for package in importlib.metadata.distributions()}
 
 
+def added_by_other_extras(installed: Mapping[str, str]) -> set[str]:
+    """What an extra that setup doesn't install has brought, such as `tensorrt` on a GPU machine."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    waiting = [Requirement(text).name for extra, texts in extras.items() if extra not in EXTRAS for text in texts]
+    added: set[str] = set()
+    while waiting:
+        name = normal(waiting.pop())
+        if name in installed and name not in added:
+            added.add(name)
+            waiting += [Requirement(text).name for text in importlib.metadata.requires(name) or []]
+    return added
+
+
 def locked_packages() -> dict[str, Pin]:
     """What the lock installs beside the build of torch that is here."""
     files = [path for path in INSTALLED if path != CUDA or asks_for_cuda(importlib.metadata.requires("torch") or [])]
@@ -67,8 +83,8 @@ def locked_packages() -> dict[str, Pin]:
 def problems() -> list[str]:
     """Everything that is wrong with the lock and with this environment."""
     read_pins(UV)
-    pins = locked_packages()
-    return [*range_problems(requirements(), pins), *environment_problems(installed_packages(), pins)]
+    pins, installed = locked_packages(), installed_packages()
+    return [*range_problems(requirements(), pins), *environment_problems(installed, pins, added_by_other_extras(installed))]
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from locks import install
-from locks.check import environment_problems, installed_packages, locked_packages, problems, range_problems, requirements
+from locks.check import added_by_other_extras, environment_problems, installed_packages, locked_packages, problems, range_problems, requirements
 from locks.install import asks_for_cuda, check_torch
 from locks.lockfile import CUDA, INSTALLED, PACKAGES, ROOT, TORCH, UV, Pin, read_pins
 from locks.renew import SOURCE_ONLY
@@ -86,6 +86,13 @@ def test_another_environment_is_named_package_by_package():
         "gone: got nothing, expected 1.0",
         "other: got 1.0.1, expected 1.0",
     ]
+
+
+def test_what_another_extra_brings_may_be_here_too():
+    added = added_by_other_extras(installed_packages())
+    assert {"polygraphy", "cuda-python", "cuda-bindings"} <= added  # of the extras polygraphy and tensorrt, and what they ask for
+    assert "onnx" not in added
+    assert environment_problems({"tensorrt": "11.0", "other": "1"}, {}, {"tensorrt"}) == ["other: got 1, expected nothing"]
 
 
 def test_the_environment_is_really_read():

@@ -63,6 +63,10 @@ def test_no_other_file_lies_in_the_stages():
     assert {name for name in others if not name.endswith((".py", ".pyc"))} == DATA
 
 
+def test_no_stage_looks_for_files_beside_its_modules_but_by_their_package():
+    assert not [path for stage in STAGES for path in (ROOT / stage).rglob("*.py") if "__file__" in path.read_text()]
+
+
 def test_it_says_the_pythons_that_the_tests_run_on(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
