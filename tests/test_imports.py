@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
+from locks.lockfile import normal
 from tests.conftest import ROOT
 
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
@@ -37,6 +41,27 @@ def test_the_pure_modules_import_only_the_standard_library_and_numpy():
         for module in imported(ROOT / "exporter" / f"{name}.py"):
             top = module.split(".")[0]
             assert top in sys.stdlib_module_names or top in ("numpy", "ml_dtypes", "exporter"), f"{name} imports {module}"
+
+
+UMBRELLAS = {"cuda": "cuda-python", "tensorrt_rtx": "tensorrt-rtx"}  # modules of packages that a declared one asks for
+EXTRAS_OF_THE_STAGES = {"smollm2", "tensorrt", "tensorrt-rtx", "polygraphy"}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [*((stage, EXTRAS_OF_THE_STAGES) for stage in RANK), ("tests", {*EXTRAS_OF_THE_STAGES, "test"}), ("locks", {"test"})]
+)
+def test_every_package_that_is_imported_anywhere_is_a_dependency(folder, extras):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *(text for extra in extras for text in project["optional-dependencies"][extra])]
+    declared = {normal(Requirement(text).name) for text in texts}
+    providers = importlib.metadata.packages_distributions()
+    for path in (ROOT / folder).rglob("*.py"):
+        for module in imported(path):
+            top = module.split(".")[0]
+            if top in sys.stdlib_module_names or top in (*RANK, "tests", "locks", "benchmarks"):
+                continue
+            names = {UMBRELLAS[top]} if top in UMBRELLAS else {normal(name) for name in providers.get(top, [])}
+            assert names & declared, f"{path} imports {module} of {sorted(names) or 'no installed package'}, which pyproject.toml does not ask for"
 
 
 def run_python(code: str, *arguments: str) -> str:
