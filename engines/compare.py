@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from exporter.bundle import Bundle, check_in_place
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
 from exporter.export import open_onnxruntime
+from exporter.placing import scratch_folder
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -282,6 +282,7 @@ def compare_bundle(
         InputError: an unknown backend, fewer than two, or one named twice.
         BackendError: a backend that was asked for cannot run here.
         CheckFailed: TensorRT's parser refuses the graph.
+        BundleError: an export replaced the bundle meanwhile.
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
@@ -290,8 +291,10 @@ def compare_bundle(
         weights = _own_weights(bundle, say)
     weights = RoundedWeights(weights, manifest.dtype)
     limits = run_limits(bundle, request, backends)
-    with tempfile.TemporaryDirectory() as scratch:
-        return Comparer(bundle, request, say, weights, limits, Path(scratch)).run(backends, left_out)
+    with scratch_folder() as scratch:
+        result = Comparer(bundle, request, say, weights, limits, scratch).run(backends, left_out)
+    bundle.check_unchanged()
+    return result
 
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource:

@@ -217,14 +217,15 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its folder and its manifest."""
+    """An opened bundle: its folder and its manifest, and, of one part, the whole bundle that it is of."""
 
     folder: Path
     manifest: Manifest
+    whole: Bundle | None = None
 
     @classmethod
     def open(cls, folder: str | Path, verify: str = "graph") -> Bundle:
-        """Opens a bundle and checks its files against the manifest.
+        """Opens a bundle and checks its files against the manifest; one that is replaced meanwhile is opened anew.
 
         Args:
             folder: the bundle's folder.
@@ -240,10 +241,28 @@ class Bundle:
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
-        bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)))
-        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
-        return bundle
+        while True:
+            text = _read_text(path)
+            bundle = cls(folder, Manifest.from_json(text, str(path)))
+            graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
+            try:
+                bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
+            except (BundleError, FileNotFoundError):
+                if _read_text(path) == text:
+                    raise
+                continue  # an export replaced the folder between its manifest and its files
+            return bundle
+
+    def check_unchanged(self) -> None:
+        """Refuses what was read from a bundle's folder if the folder was replaced since the bundle was opened.
+
+        Raises:
+            BundleError: the manifest there is another one.
+        """
+        whole = self.whole or self
+        path = whole.folder / MANIFEST_FILE
+        if _read_text(path) != whole.manifest.to_json() and Manifest.from_json(_read_text(path), str(path)) != whole.manifest:
+            raise BundleError(f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again")
 
     def _check_files(self, checksums: list[str]) -> None:
         for name, entry in self.manifest.files.items():
@@ -285,7 +304,7 @@ class Bundle:
         """The bundle itself, or one bundle for each part where the unit lies in several graphs."""
         if not self.manifest.parts:
             return [self]
-        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index)) for index in range(len(self.manifest.parts))]
+        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index), self) for index in range(len(self.manifest.parts))]
 
     @property
     def graph_path(self) -> Path:
@@ -307,6 +326,7 @@ class Bundle:
             return json.loads(_read_text(path)) if path.is_file() else {}
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
+
 
 def check_in_place(bundle: Bundle) -> None:
     """Refuses a bundle whose cache grows, where it must be updated in place.

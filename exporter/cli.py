@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -14,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from exporter.errors import CheckFailed, InputError, NumericalError
 
 EXIT_GOOD, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 WIDE = 200  # columns where stderr is a file or a pipe: nothing there is gained by wrapping
 
@@ -27,11 +31,43 @@ def say(line: str) -> None:
     stderr.print(line, markup=False)
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end.
+
+    Attributes:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def on_signal(handler: Callable[[int], None]) -> Iterator[None]:
+    """While entered, signals that ask this process to end call the handler with their number; ignored ones (nohup) stay so."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, _: handler(number))
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _stop(number: int) -> None:
+    raise Stopped(number)
+
+
 def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
     """Parses the arguments, runs the command, and turns the project's own errors, and files that cannot be read or written,
     into one line and an exit code."""
     try:
-        return main(parser.parse_args(arguments)) or EXIT_GOOD
+        with on_signal(_stop):
+            return main(parser.parse_args(arguments)) or EXIT_GOOD
     except InputError as error:
         say(f"error: {error}")
         return EXIT_BAD_INPUT
@@ -41,9 +77,9 @@ def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.Argum
     except (CheckFailed, NumericalError) as error:
         say(f"failed: {error}")
         return EXIT_CHECK_FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         say("interrupted; nothing half-written was left")
-        return 130
+        return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
 def print_json(data: object) -> None:

