@@ -25,6 +25,7 @@ from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, Manifest, check_in
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.errors import CheckFailed, InputError
 from exporter.memory import peak_memory_bytes
+from exporter.output_checks import check_space
 from exporter.placing import check_writable, put_file_in_place, temporary_file
 
 
@@ -135,6 +136,8 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: C
         As `prepare_bundle`; CheckFailed also when TensorRT fails to build. The bundle is then as before.
     """
     check_writable(bundle.folder / ENGINES_FILE)
+    if not request.options.strip_plan:  # an engine holds the weights
+        check_space(f"engine in {bundle.folder}", bundle.folder, bundle.manifest.weights_bytes)
     prepared = prepare_bundle(bundle, backend, request)
     capacity = prepared.cache_capacity
     stem = "model" if capacity is None else f"model.c{capacity}"

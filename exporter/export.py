@@ -14,14 +14,25 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.assemble import assemble
-from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, part_folder, to_json
+from exporter.bundle import (
+    DATA_FILE,
+    GENAI_CONFIG_FILE,
+    GRAPH_FILE,
+    MANIFEST_FILE,
+    REPORT_FILE,
+    Bundle,
+    Manifest,
+    file_entry,
+    part_folder,
+    to_json,
+)
 from exporter.catalogue import ModelConfig
 from exporter.contract import Bounds, Unit, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.interop import genai_config
 from exporter.memory import available_host_bytes, peak_memory_bytes
-from exporter.placing import new_folder, scratch_folder, write_report
+from exporter.placing import new_folder, scratch_folder
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
@@ -133,7 +144,7 @@ def export_bundle(
             report["validation"], comparisons = validate_bundle(bundle, request.weights, say=say)
             if not report["validation"]["passed"]:
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
-        write_report(bundle, report)
+        (folder / REPORT_FILE).write_text(to_json(report), encoding="utf-8")
     return Bundle(Path(target), manifest)
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from exporter.errors import InputError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-CANNOT_WRITE = (*NO_SPACE, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.EIO, errno.ENOTEMPTY)
+DISK_REFUSES = (*NO_SPACE, errno.EFBIG, errno.EIO)
+CANNOT_WRITE = (*DISK_REFUSES, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV, errno.ENOTEMPTY)
 
 
 def check_replaceable(target: Path) -> None:
@@ -94,15 +95,21 @@ def check_space(subject: str, folder: Path, needed_bytes: int) -> None:
         )
 
 
-def reason(error: OSError, folder: Path, needed_bytes: int = 0) -> str:
-    """Why writing to a folder failed, with what is known of the space there."""
+def reason(error: OSError, folder: Path, free: int | None = None, needed_bytes: int = 0) -> str:
+    """Why writing to a folder failed, with what is known of the space there.
+
+    Args:
+        error: what the system said.
+        folder: the folder.
+        free: bytes that were free there before anything was written; None where that is not known.
+        needed_bytes: what was to be written at least; 0 where that is not known.
+    """
     text = error.strerror or str(error)
     if error.filename:
         text += f": {error.filename}"
     if error.errno in NO_SPACE:
-        needed = f"about {needed_bytes:,} bytes are needed and " if needed_bytes else ""
-        free = free_bytes(folder)
-        text += f" in {folder}: {needed}{'an unknown number' if free is None else f'{free:,}'} free"
+        text += f" in {folder}, where {'an unknown number of' if free is None else f'{free:,}'} bytes were free"
+        text += f" and at least {needed_bytes:,} are needed" if needed_bytes else ""
     elif error.errno == errno.EFBIG:
         text += f": a file may have {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} bytes at most (ulimit -f)"
     return text

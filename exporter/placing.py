@@ -20,7 +20,7 @@ from pathlib import Path
 from exporter.bundle import REPORT_FILE, Bundle, to_json
 from exporter.errors import InputError
 from exporter.foreign_files import sync, take_along, take_latecomers
-from exporter.output_checks import CANNOT_WRITE, NO_SPACE, check_replaceable, check_space, reason
+from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason
 
 # --- temporaries ---------------------------------------------------------------------------------------------------------
 
@@ -78,14 +78,15 @@ def temporary_file(folder: Path, name: str) -> Iterator[Path]:
     Raises:
         InputError: the folder cannot be written, or writing failed.
     """
+    free = free_bytes(folder)
     try:
         path, lock = claim(folder, name, folder=False)
     except OSError as error:
-        raise InputError(f"output {folder / name}: it cannot be written ({reason(error, folder)})") from None
+        raise InputError(f"output {folder / name}: it cannot be written ({reason(error, folder, free)})") from None
     try:
         yield path
     except OSError as error:
-        raise InputError(f"output {folder / name}: {reason(error, folder)}; nothing was left behind") from None
+        raise InputError(f"output {folder / name}: {reason(error, folder, free)}; nothing was left behind") from None
     finally:
         path.unlink(missing_ok=True)
         os.close(lock)
@@ -142,12 +143,13 @@ def scratch_folder() -> Iterator[Path]:
         path, lock = claim(Path(tempfile.gettempdir()), "blockline", folder=True)
     except OSError as error:
         raise InputError(f"temporary folder: {error.strerror or error}; set TMPDIR to one that can be written") from None
+    free = free_bytes(path)
     try:
         os.chmod(path, 0o700)
         yield path
     except OSError as error:
-        if error.errno in NO_SPACE:
-            raise InputError(f"temporary folder: {reason(error, path.parent)}; make room there or set TMPDIR to another") from None
+        if error.errno in DISK_REFUSES:
+            raise InputError(f"temporary folder {path.parent}: {reason(error, path.parent, free)}; set TMPDIR to one with more room") from None
         raise
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -223,12 +225,13 @@ def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         _remove_empty(missing)
         raise InputError(f"output {target}: cannot write beside it ({reason(error, target.parent)}); choose another -o") from None
     try:
+        free = free_bytes(target.parent)
         check_space(f"output {target}", target.parent, needed_bytes)
         yield temporary
         _put_in_place(temporary, target)
     except OSError as error:
         if error.errno in CANNOT_WRITE:
-            raise InputError(f"output {target}: {reason(error, target.parent, needed_bytes)}; nothing was left behind") from None
+            raise InputError(f"output {target}: {reason(error, target.parent, free, needed_bytes)}; nothing was left behind") from None
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
