@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -153,10 +154,16 @@ def test_half_written_files_of_a_killed_build_do_not_come_along(bundle, componen
 # --- other users -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def shared():
+    """A folder that all users can reach, which pytest's own are not."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 def as_nobody(body, tmp_path: Path) -> None:
     """Runs `body` as a user who owns nothing of root's and may only look at it."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):  # pytest's own, which it keeps to itself
-        folder.chmod(0o755)
 
     def turned() -> None:
         os.setgroups([])
@@ -191,8 +198,9 @@ def check_only_read(bundle: Path) -> None:
 
 
 @needs_root
-def test_a_bundle_of_another_user_is_read_and_nothing_else(tmp_path, bundle):
-    as_nobody(lambda: check_only_read(bundle), tmp_path)
+def test_a_bundle_of_another_user_is_read_and_nothing_else(tmp_path, shared, bundle):
+    there = Path(shutil.copytree(bundle, shared / "bundle"))
+    as_nobody(lambda: check_only_read(there), tmp_path)
 
 
 @can_mount
@@ -208,40 +216,36 @@ def test_a_bundle_on_a_read_only_disk_is_read_and_nothing_else(tmp_path, bundle)
 
 
 @needs_root
-def test_a_parent_that_this_user_may_not_write_is_refused_before_the_export(tmp_path, bundle):
-    as_nobody(lambda: refused(bundle.parent / "new", "cannot write beside it"), tmp_path)
+def test_a_parent_that_this_user_may_not_write_is_refused_before_the_export(tmp_path, shared):
+    as_nobody(lambda: refused(shared / "new", "cannot write beside it"), tmp_path)
 
 
 @needs_root
 @pytest.mark.parametrize(
     "what", ["a read-only bundle", "a read-only folder in it", "another user's where all may write", "another user's in a sticky folder"]
 )
-def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tmp_path, bundle, what):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    target = bundle.rename(shared / "bundle")
+def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tmp_path, shared, bundle, what):
+    target = Path(shutil.copytree(bundle, shared / "bundle"))
     (target / "results").mkdir()
-    mine = "read-only" in what
     for path in (shared, target, *target.iterdir()):
-        os.chown(path, *([NOBODY, NOBODY] if mine else [1, 1]))
+        os.chown(path, *([NOBODY, NOBODY] if "read-only" in what else [1, 1]))
     shared.chmod(0o1777 if "sticky" in what else 0o777)
     target.chmod(0o555 if what == "a read-only bundle" else 0o777 if "sticky" in what else 0o755)
     (target / "results").chmod(0o555 if "folder in it" in what else 0o777)
     as_nobody(lambda: refused(target, "belongs to another user" if "sticky" in what else "read-only for this user"), tmp_path)
-    assert sorted(path.name for path in shared.iterdir()) == ["bundle"]
+    assert [path.name for path in shared.iterdir()] == ["bundle"]
 
 
 @needs_root
-def test_read_only_files_in_a_folder_of_ones_own_are_replaced(tmp_path, bundle, component):
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    target = bundle.rename(shared / "bundle")
+def test_read_only_files_in_a_folder_of_ones_own_are_replaced(tmp_path, shared, bundle, component):
+    target = Path(shutil.copytree(bundle, shared / "bundle"))
+    source = Path(shutil.copytree(component, shared / "source"))
     (target / DATA_FILE).chmod(0o444)
     for path in (shared, target, *target.iterdir()):
         os.chown(path, NOBODY, NOBODY)
-    as_nobody(lambda: fill(target, component), tmp_path)
-    assert identity(target) == identity(component)
-    assert [path.name for path in shared.iterdir()] == ["bundle"]
+    as_nobody(lambda: fill(target, source), tmp_path)
+    assert identity(target) == identity(source)
+    assert {path.name for path in shared.iterdir()} == {"bundle", "source"}
 
 
 @needs_root
