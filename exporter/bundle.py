@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from exporter import __version__
@@ -217,11 +217,19 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its folder and its manifest, and, of one part, the whole bundle that it is of."""
+    """An opened bundle.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it is.
+        whole: the bundle that this one is a part of.
+        written: which file the manifest was read from (device, inode, change time), to tell a bundle from one that replaced it.
+    """
 
     folder: Path
     manifest: Manifest
-    whole: Bundle | None = None
+    whole: Bundle | None = field(default=None, compare=False, repr=False)
+    written: tuple[int, int, int] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path, verify: str = "graph") -> Bundle:
@@ -242,26 +250,25 @@ class Bundle:
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         while True:
-            text = _read_text(path)
-            bundle = cls(folder, Manifest.from_json(text, str(path)))
+            written = _written(path)
+            bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)), written=written)
             graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
             try:
                 bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
             except (BundleError, FileNotFoundError):
-                if _read_text(path) == text:
+                if _written(path) == written:
                     raise
-                continue  # an export replaced the folder between its manifest and its files
-            return bundle
+            if _written(path) == written:  # else an export has replaced the folder since its manifest was read
+                return bundle
 
     def check_unchanged(self) -> None:
         """Refuses what was read from a bundle's folder if the folder was replaced since the bundle was opened.
 
         Raises:
-            BundleError: the manifest there is another one.
+            BundleError: another bundle, or the same one written anew, is there now.
         """
         whole = self.whole or self
-        path = whole.folder / MANIFEST_FILE
-        if _read_text(path) != whole.manifest.to_json() and Manifest.from_json(_read_text(path), str(path)) != whole.manifest:
+        if whole.written is not None and _written(whole.folder / MANIFEST_FILE) != whole.written:
             raise BundleError(f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again")
 
     def _check_files(self, checksums: list[str]) -> None:
@@ -351,6 +358,14 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: cannot be read ({error})") from None
+
+
+def _written(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read ({error.strerror})") from None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def sha256_of(path: Path) -> str:

@@ -108,7 +108,11 @@ class DecodeSession:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
-        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        try:
+            stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        except Exception:
+            opened.check_unchanged()  # files of two bundles may be why
+            raise
         try:
             opened.check_unchanged()
         except BundleError:
