@@ -18,7 +18,7 @@ from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY
 from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import InputError
-from exporter.placing import write_atomically
+from exporter.placing import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from engines.compare import CompareRequest
@@ -212,6 +212,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     bundle = Bundle.open(arguments.bundle)
     backends = tuple(arguments.backends.split(",")) if arguments.backends is not None else None
     request = CompareRequest(backends, arguments.provider, arguments.parser, arguments.audit, arguments.seed, arguments.cache_capacity)
+    outputs = (arguments.html, arguments.save_inputs, arguments.save_outputs, arguments.save_data_loader)
+    check_writable(*(path for path in outputs if path is not None))
     result = compare_bundle(bundle, request, cli.say, _source_weights(bundle, arguments))
     _save_for_polygraphy(bundle, request, arguments)
     if arguments.html is not None:

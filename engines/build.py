@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,13 +22,14 @@ from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, ch
 from engines.progress import BuildProgress
 from engines.records import publish
 from engines.source import check_attention_nodes, check_cache_axes, input_axes, load_source
-from exporter.bundle import GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
+from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import CheckFailed, InputError
 from exporter.fixed_capacity import fix_capacity
 from exporter.memory import peak_memory_bytes
-from exporter.placing import temporary_file
+from exporter.output_checks import check_space
+from exporter.placing import check_writable, put_file_in_place, temporary_file
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +108,8 @@ def prepare_onnx(path: Path, backend: Backend, request: BuildRequest) -> Prepare
 
 def _prepare(path: Path, backend: Backend, request: BuildRequest, capacity: int | None, manifest: Manifest | None) -> Prepared:
     check_options(request.options, backend, visible_gpus())
+    if request.options.timing_cache is not None:
+        check_writable(request.options.timing_cache)
     model = load_source(path)
     check_attention_nodes(path, model)
     if capacity is not None:
@@ -139,11 +141,14 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: C
     Raises:
         As `prepare_bundle`; CheckFailed also when TensorRT fails to build. The bundle is then as before.
     """
+    check_writable(bundle.folder / ENGINES_FILE)
+    if not request.options.strip_plan:  # an engine holds the weights
+        check_space(f"engine in {bundle.folder}", bundle.folder, bundle.manifest.weights_bytes)
     prepared = prepare_bundle(bundle, backend, request)
     capacity = prepared.cache_capacity
     stem = "model" if capacity is None else f"model.c{capacity}"
     graph_file = GRAPH_FILE if capacity is None else f"{stem}.onnx"
-    return _build(prepared, bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, request.options, say)
+    return _build(prepared, bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, request.options, say, bundle)
 
 
 def build_parts(
@@ -153,6 +158,7 @@ def build_parts(
 
     Memory is that of the largest part: what TensorRT made of one is gone before the next is parsed.
     """
+    check_writable(*(part.folder / ENGINES_FILE for part in bundle.parts))
     records = []
     for number, part in enumerate(bundle.parts, 1):
         if bundle.manifest.parts:
@@ -164,9 +170,11 @@ def build_parts(
 
 def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:
     """Builds an engine of any ONNX file into a folder of its own; raises as `build_bundle`."""
-    prepared = prepare_onnx(path, backend, request)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output {folder}: it is a file, expected a folder; choose another -o")
+    if folder.is_dir():
+        check_writable(folder / ENGINES_FILE)
+    prepared = prepare_onnx(path, backend, request)
     data = {entry.value for t in prepared.model.graph.initializer for entry in t.external_data if entry.key == "location"}
     lineage = {name: sha256_of(path.parent / name) for name in sorted({path.name, *data})}
     try:
@@ -177,7 +185,14 @@ def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest
 
 
 def _build(
-    prepared: Prepared, folder: Path, name: str, graph_file: str, lineage: dict, options: BuildOptions, say: Callable[[str], None]
+    prepared: Prepared,
+    folder: Path,
+    name: str,
+    graph_file: str,
+    lineage: dict,
+    options: BuildOptions,
+    say: Callable[[str], None],
+    bundle: Bundle | None = None,
 ) -> EngineRecord:
     parsed, backend = prepared.parsed, prepared.parsed.backend
     for note in prepared.notes:
@@ -188,12 +203,12 @@ def _build(
     started = time.perf_counter()
     with temporary_file(folder, name) as temporary:
         config = _configure(parsed, prepared.profiles, options, say)
-        digest = _serialize(parsed, config, temporary)
+        digest, size_bytes = _serialize(parsed, config, temporary)
         if options.timing_cache is not None:
             _save_timing_cache(options.timing_cache, config)
         record = EngineRecord(
             file=name,
-            size_bytes=temporary.stat().st_size,
+            size_bytes=size_bytes,
             sha256=digest,
             graph_file=graph_file,
             backend=backend.name,
@@ -208,11 +223,8 @@ def _build(
             build_seconds=round(time.perf_counter() - started, 3),
             peak_memory_bytes=peak_memory_bytes(),
         )
-        if graph_file and graph_file != GRAPH_FILE:
-            with temporary_file(folder, graph_file) as graph:
-                graph.write_bytes(prepared.model.SerializeToString(deterministic=True))
-                os.replace(graph, folder / graph_file)
-        publish(folder, temporary, record)
+        graph = prepared.model.SerializeToString(deterministic=True) if graph_file and graph_file != GRAPH_FILE else None
+        publish(folder, temporary, record, bundle, graph)
     log.info("%s: %.1f MiB in %.2f s, %d profiles", folder / name, record.size_bytes / 2**20, record.build_seconds, len(record.profiles))
     return record
 
@@ -256,38 +268,45 @@ def _save_timing_cache(path: Path, config: Any) -> None:
     try:
         with temporary_file(path.parent, path.name) as temporary:
             temporary.write_bytes(memoryview(config.get_timing_cache().serialize()))
-            os.replace(temporary, path)
+            put_file_in_place(temporary, path)
     except InputError as error:
         raise InputError(f"timing cache {path}: {error}") from None
 
 
-def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> str:
-    """Builds and streams the engine into a file; returns its SHA-256.
+def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> tuple[str, int]:
+    """Builds and streams the engine into a file; returns its SHA-256 and its size in bytes.
 
     Raises:
         CheckFailed: TensorRT failed; the message has its first error.
-        KeyboardInterrupt: Ctrl-C; the build was stopped through its progress monitor.
+        OSError: the file could not be written.
+        KeyboardInterrupt: a signal; the build was stopped through its progress monitor.
     """
     trt: Any = parsed.backend.trt
-    digest = hashlib.sha256()
 
     class FileWriter(trt.IStreamWriter):
+        digest, size_bytes, error = hashlib.sha256(), 0, None
+
         def write(self, data: Any) -> int:
             view = memoryview(data).cast("B")
-            digest.update(view)
-            return file.write(view)
+            try:
+                file.write(view)
+            except OSError as error:  # must not reach TensorRT, which would die of it; fewer bytes than asked for stop it
+                self.error = error
+                return 0
+            self.digest.update(view)
+            self.size_bytes += len(view)
+            return len(view)
 
     with open(path, "wb") as file, BuildProgress(trt) as progress:
         config.progress_monitor = progress.monitor
         writer = FileWriter()  # kept alive until the build has ended
         good = parsed.builder.build_serialized_network_to_stream(parsed.network, config, writer)
-        file.flush()
-        os.fsync(file.fileno())
-    if progress.interrupted:
-        raise KeyboardInterrupt
-    if not good or path.stat().st_size == 0:
+    progress.raise_if_interrupted()
+    if writer.error is not None:
+        raise writer.error
+    if not good or writer.size_bytes == 0:
         raise CheckFailed(f"build: {parsed.backend} failed: {first_sentence(parsed.logger.errors)}")
-    return digest.hexdigest()
+    return writer.digest.hexdigest(), writer.size_bytes
 
 
 def first_sentence(errors: list[str]) -> str:

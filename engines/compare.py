@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from exporter.bundle import Bundle, check_in_place
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
 from exporter.export import open_onnxruntime, reference_weights
+from exporter.placing import scratch_folder
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -286,13 +286,16 @@ def compare_bundle(
         InputError: an unknown backend, fewer than two, or one named twice.
         BackendError: a backend that was asked for cannot run here.
         CheckFailed: TensorRT's parser refuses the graph.
+        BundleError: an export replaced the bundle meanwhile.
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
     weights = reference_weights(bundle, weights or _own_weights(bundle, say))
     limits = run_limits(bundle, request, backends)
-    with tempfile.TemporaryDirectory() as scratch:
-        return Comparer(bundle, request, say, weights, limits, Path(scratch)).run(backends, left_out)
+    with scratch_folder() as scratch:
+        result = Comparer(bundle, request, say, weights, limits, scratch).run(backends, left_out)
+    bundle.check_unchanged()
+    return result
 
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource | None:

@@ -1,9 +1,8 @@
-"""Progress of a build on stderr, and a Ctrl-C that stops it cleanly, both through TensorRT's IProgressMonitor."""
+"""Progress of a build on stderr, and signals that stop it cleanly, both through TensorRT's IProgressMonitor."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import contextlib
 from types import TracebackType
 from typing import Any
 
@@ -13,15 +12,15 @@ from exporter import cli
 
 
 class BuildProgress:
-    """While entered: shows the build's phases and turns SIGINT into a request to stop, which TensorRT obeys at its next step.
+    """While entered: shows the build's phases and turns a signal (Ctrl-C) into a request to stop, which TensorRT obeys at its next step.
 
     Attributes:
         monitor: for `IBuilderConfig.progress_monitor`.
-        interrupted: whether Ctrl-C was pressed.
+        interrupted: the signal that asked this process to end, if one did.
     """
 
     def __init__(self, trt: Any) -> None:
-        self.interrupted = False
+        self.interrupted: int | None = None
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
             console=cli.stderr, disable=not cli.stderr.is_terminal, transient=True,
@@ -36,7 +35,7 @@ class BuildProgress:
         """Shows a step; False asks TensorRT to stop."""
         if name in self._tasks:
             self._bars.update(self._tasks[name], completed=step + 1)
-        return not self.interrupted
+        return self.interrupted is None
 
     def phase_ended(self, name: str) -> None:
         if name in self._tasks:
@@ -44,18 +43,20 @@ class BuildProgress:
 
     def __enter__(self) -> BuildProgress:
         self._bars.start()
-        self._previous = None
-        if threading.current_thread() is threading.main_thread():  # only there can signals be handled
-            self._previous = signal.signal(signal.SIGINT, self._interrupt)
+        self._signals = contextlib.ExitStack()
+        self._signals.enter_context(cli.on_signal(self._interrupt))
         return self
 
-    def _interrupt(self, *_: Any) -> None:
-        self.interrupted = True
+    def _interrupt(self, number: int) -> None:
+        self.interrupted = number
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        self._signals.close()
         self._bars.stop()
+
+    def raise_if_interrupted(self) -> None:
+        if self.interrupted is not None:
+            raise cli.Stopped(self.interrupted)
 
 
 def _monitor(trt: Any, progress: BuildProgress) -> Any:

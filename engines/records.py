@@ -5,41 +5,41 @@ What a record holds and how engines.json is read is in `exporter.engine_records`
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from engines.gpu import Gpu
 from exporter.bundle import ENGINES_FILE, Bundle
 from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, records_json
 from exporter.errors import BundleError
-from exporter.placing import write_atomically
+from exporter.placing import changing, locked, put_file_in_place, temporary_file, write_atomically
 
 
-def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:
+def publish(folder: Path, temporary_engine: Path, record: EngineRecord, bundle: Bundle | None = None, graph: bytes | None = None) -> None:
     """Puts a finished engine and its record in place; builds that end at the same time take turns.
 
     The record is taken out first and put back last, so that a run killed in between leaves an engine without a record,
     which nothing uses, and never a record of another engine.
+
+    Args:
+        folder: where it goes.
+        temporary_engine: the engine's file there.
+        record: of the engine.
+        bundle: what it was built from, where that lies in `folder`.
+        graph: content of the record's `graph_file`, where that is to be left beside the engine.
+
+    Raises:
+        BundleError: an export replaced the bundle since it was opened; nothing of the engine goes into the new one.
     """
-    with locked(folder):
+    with changing(bundle) if bundle is not None else locked(folder):
+        if graph is not None:
+            with temporary_file(folder, record.graph_file) as temporary:
+                temporary.write_bytes(graph)
+                put_file_in_place(temporary, folder / record.graph_file)
         others = [other for other in read_records(folder) if other.file != record.file]
         write_atomically(folder / ENGINES_FILE, records_json(others))
-        os.replace(temporary_engine, folder / record.file)
+        put_file_in_place(temporary_engine, folder / record.file)
         write_atomically(folder / ENGINES_FILE, records_json([*others, record]))
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder for one writer of engines."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> None:

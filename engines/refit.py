@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import replace
 
@@ -11,10 +10,10 @@ from engines.backend import Backend
 from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.records import check_engine, check_runnable, publish
-from exporter.bundle import GRAPH_FILE, Bundle, sha256_of
+from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
 from exporter.engine_records import EngineRecord
 from exporter.errors import BundleError, CheckFailed
-from exporter.placing import temporary_file
+from exporter.placing import check_writable, temporary_file
 from exporter.timing import timed
 
 log = logging.getLogger(__name__)
@@ -35,14 +34,13 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
         raise BundleError(f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again")
     check_runnable(record, backend.name, backend.version, visible_gpus())
+    check_writable(bundle.folder / ENGINES_FILE)
     started = time.perf_counter()
     with timed(log, "%s refitted with the weights of %s", record.file, bundle.folder):
         serialized = _refitted(bundle, backend, record)
     with temporary_file(bundle.folder, record.file) as temporary:
         with open(temporary, "wb") as file:
             file.write(serialized)
-            file.flush()
-            os.fsync(file.fileno())
         refitted = replace(
             record,
             size_bytes=temporary.stat().st_size,
@@ -51,7 +49,7 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
             options=record.options | {"strip_plan": False},
             build_seconds=round(time.perf_counter() - started, 3),
         )
-        publish(bundle.folder, temporary, refitted)
+        publish(bundle.folder, temporary, refitted, bundle)
     return refitted
 
 

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--by-layer", action=argparse.BooleanOptionalAction, help="one block at a time, in the memory of one (default: where the whole would not fit)"
     )
+    validate.add_argument("--no-report", action="store_true", help="only print the result: a read-only bundle can be validated so")
     cli.add_format(validate)
     validate.set_defaults(run=_validate)
 
@@ -242,13 +243,20 @@ def _weight_format(arguments: argparse.Namespace) -> WeightFormat | None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from exporter.bundle import Bundle
+    from exporter.bundle import REPORT_FILE, Bundle
     from exporter.export import validate_bundle
-    from exporter.placing import write_report
+    from exporter.placing import changing, check_writable, write_report
 
     bundle = Bundle.open(arguments.bundle)
+    if not arguments.no_report:
+        try:
+            check_writable(bundle.folder / REPORT_FILE)
+        except InputError as error:
+            raise InputError(f"{error}; --no-report validates without writing") from None
     section, comparisons = validate_bundle(bundle, seed=arguments.seed, by_layer=arguments.by_layer, say=cli.say)
-    write_report(bundle, bundle.read_report() | {"validation": section})
+    if not arguments.no_report:
+        with changing(bundle):
+            write_report(bundle, bundle.read_report() | {"validation": section})
     if arguments.format == "json":
         cli.print_json(section)
     else:

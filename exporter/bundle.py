@@ -13,8 +13,9 @@ import json
 import logging
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from exporter import __version__
 from exporter.catalogue import ModelConfig, RopeScaling
@@ -57,7 +58,7 @@ MANIFEST_KEYS = (
 UNIT_KEYS, CONFIG_KEYS, ROPE_SCALING_KEYS, TENSOR_KEYS, WEIGHT_FORMAT_KEYS = (
     tuple(field.name for field in fields(kind)) for kind in (Unit, ModelConfig, RopeScaling, TensorSpec, WeightFormat)
 )
-ADDED_KEYS = {"parts": [], "weight_format": None}  # within format 1, with what held before; older manifests lack them
+ADDED_KEYS: dict[str, Any] = {"parts": [], "weight_format": None}  # within format 1, with what held before; older manifests lack them
 ADDED_UNIT_KEYS = {"cache": "in_place"}
 WEIGHTS_KEYS = {"random": ("source", "seed"), "checkpoint": ("source",)}
 FILE_KEYS = ("size_bytes", "sha256")
@@ -212,7 +213,7 @@ def check_format_version(data: object, newest: int, subject: str, remedy: str) -
         BundleError: names both versions and what to do.
     """
     version = data.get("format_version") if isinstance(data, dict) else None
-    if not _is_whole(version) or version < 1:
+    if not isinstance(data, dict) or not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise BundleError(f"{subject}: got format_version {version!r:.40}, expected {newest}; {remedy}")
     if version > newest:
         writer = f"{data['producer']!s:.60}" if "producer" in data else "a newer blockline"
@@ -303,14 +304,23 @@ _REPORT_REMEDY = "remove it and run `python -m exporter validate {}` again"
 
 @dataclass(frozen=True)
 class Bundle:
-    """An opened bundle: its folder and its manifest."""
+    """An opened bundle.
+
+    Attributes:
+        folder: where it lies.
+        manifest: what it is.
+        whole: the bundle that this one is a part of.
+        written: which file the manifest was read from (device, inode, change time), to tell a bundle from one that replaced it.
+    """
 
     folder: Path
     manifest: Manifest
+    whole: Bundle | None = field(default=None, compare=False, repr=False)
+    written: tuple[int, int, int] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def open(cls, folder: str | Path, verify: str = "graph") -> Bundle:
-        """Opens a bundle and checks its files against the manifest.
+        """Opens a bundle and checks its files against the manifest; one that is replaced meanwhile is opened anew.
 
         Args:
             folder: the bundle's folder.
@@ -321,11 +331,14 @@ class Bundle:
         """
         if verify not in VERIFY:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
-        bundle = cls.read(folder)
-        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        checked = graphs if verify == "graph" else list(bundle.manifest.files)
-        with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(bundle.manifest.files), ", ".join(checked)):
-            problems = bundle.file_problems(checked)
+        while True:
+            bundle = cls.read(folder)
+            graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
+            checked = graphs if verify == "graph" else list(bundle.manifest.files)
+            with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(bundle.manifest.files), ", ".join(checked)):
+                problems = bundle.file_problems(checked)
+            if _written(bundle.folder / MANIFEST_FILE) == bundle.written:
+                break  # else an export has replaced the folder since its manifest was read
         if problems:
             raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in problems.items()]))
         log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
@@ -343,7 +356,18 @@ class Bundle:
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
-        return cls(folder, Manifest.from_json(read_text(path), str(path)))
+        written = _written(path)
+        return cls(folder, Manifest.from_json(read_text(path), str(path)), written=written)
+
+    def check_unchanged(self) -> None:
+        """Refuses what was read from a bundle's folder if the folder was replaced since the bundle was opened.
+
+        Raises:
+            BundleError: another bundle, or the same one written anew, is there now.
+        """
+        whole = self.whole or self
+        if whole.written is not None and _written(whole.folder / MANIFEST_FILE) != whole.written:
+            raise BundleError(f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again")
 
     def file_problems(self, checksums: Collection[str]) -> dict[str, str]:
         """What is wrong with the files that the manifest lists, by name: all that are missing, of another size or, where
@@ -355,12 +379,15 @@ class Bundle:
         problems = {}
         for name, entry in self.manifest.files.items():
             path = self.folder / name
-            if not path.is_file():
+            try:
+                if not path.is_file():
+                    raise FileNotFoundError
+                if (size := path.stat().st_size) != entry["size_bytes"]:
+                    problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                elif name in checksums and sha256_of(path) != entry["sha256"]:
+                    problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
+            except FileNotFoundError:  # also where an export replaces the folder at this moment
                 problems[name] = "is missing; restore it or export the bundle again"
-            elif (size := path.stat().st_size) != entry["size_bytes"]:
-                problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
-            elif name in checksums and sha256_of(path) != entry["sha256"]:
-                problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
         return problems
 
     @property
@@ -368,7 +395,7 @@ class Bundle:
         """The bundle itself, or one bundle for each part where the unit lies in several graphs."""
         if not self.manifest.parts:
             return [self]
-        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index)) for index in range(len(self.manifest.parts))]
+        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index), self) for index in range(len(self.manifest.parts))]
 
     @property
     def graph_path(self) -> Path:
@@ -394,6 +421,7 @@ class Bundle:
         if not isinstance(report, dict):
             raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}")
         return report
+
 
 
 def check_in_place(bundle: Bundle) -> None:
@@ -424,6 +452,14 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BundleError(f"{path}: cannot be read ({error})") from None
+
+
+def _written(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read ({error.strerror})") from None
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def sha256_of(path: Path) -> str:

@@ -6,10 +6,13 @@ import argparse
 import contextlib
 import json
 import logging
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,6 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from exporter.errors import CheckFailed, InputError, NumericalError
 
 EXIT_GOOD, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 WIDE = 200  # columns where stderr is a file or a pipe: nothing there is gained by wrapping
 
@@ -30,6 +35,37 @@ def say(line: str) -> None:
     stderr.print(line, markup=False)
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal asked this process to end.
+
+    Attributes:
+        number: the signal's.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def on_signal(handler: Callable[[int], None]) -> Iterator[None]:
+    """While entered, signals that ask this process to end call the handler with their number; ignored ones (nohup) stay so."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, lambda number, _: handler(number))
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+def _stop(number: int) -> None:
+    raise Stopped(number)
+
+
 def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
     """Parses the arguments, runs the command, and turns whatever it raises into one line and an exit code.
 
@@ -38,10 +74,11 @@ def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.Argum
     parsed = parser.parse_args(arguments)
     with _story(parsed):
         try:
-            return main(parsed) or EXIT_GOOD
-        except KeyboardInterrupt:
+            with on_signal(_stop):
+                return main(parsed) or EXIT_GOOD
+        except KeyboardInterrupt as error:
             say("interrupted; nothing half-written was left")
-            return 130
+            return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
         except Exception as error:
             if parsed.debug:
                 stderr.print(traceback.format_exc().rstrip(), markup=False)
@@ -68,7 +105,7 @@ def _one_line(error: Exception, debug: bool) -> tuple[str, int]:
 class CommandParser(argparse.ArgumentParser):
     """The parser of one command: each can tell its story."""
 
-    def __init__(self, *arguments: object, **options: object) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.add_argument("--verbose", action="store_true", help="tell on stderr what is done: stages, sizes, times, what was chosen and why")
         self.add_argument("--debug", action="store_true", help="as --verbose, with details, and with the traceback of an error")

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from exporter.bundle import ENGINES_FILE, Bundle, check_format_version, is_sha256, sha256_of, to_json
 from exporter.errors import BundleError
@@ -102,7 +103,7 @@ def records_json(records: list[EngineRecord]) -> str:
 
 def _typed(record: EngineRecord) -> EngineRecord:
     """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
-    kinds = {
+    kinds: dict[Any, tuple[str, ...]] = {
         str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
         dict: ("dtypes", "lineage", "options"),
         list: ("profiles",),

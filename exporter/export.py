@@ -8,7 +8,6 @@ import logging
 import math
 import platform
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,15 +15,26 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.assemble import assemble
-from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, part_folder, to_json
+from exporter.bundle import (
+    DATA_FILE,
+    GENAI_CONFIG_FILE,
+    GRAPH_FILE,
+    MANIFEST_FILE,
+    REPORT_FILE,
+    Bundle,
+    Manifest,
+    file_entry,
+    part_folder,
+    to_json,
+)
 from exporter.catalogue import ModelConfig
 from exporter.contract import Bounds, Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.interop import genai_config
 from exporter.memory import available_host_bytes, peak_memory_bytes
-from exporter.placing import new_folder, write_report
-from exporter.quantize import QuantizedWeights
+from exporter.placing import new_folder, scratch_folder
+from exporter.quantize import QuantizedWeights, is_quantized
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
@@ -129,7 +139,7 @@ def export_bundle(
     if request.weight_format is not None:
         request.weight_format.check(request.config)
     started = time.perf_counter()
-    with new_folder(target) as folder:
+    with new_folder(target, _weights_bytes(request)) as folder:
         manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
         bundle = Bundle(folder, manifest)
         report = {
@@ -143,9 +153,16 @@ def export_bundle(
             report["validation"], comparisons = validate_bundle(bundle, request.weights, say=say)
             if not report["validation"]["passed"]:
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
-        write_report(bundle, report)
+        (folder / REPORT_FILE).write_text(to_json(report), encoding="utf-8")
     log.info("%s is in place, after %.2f s; peak memory %.2f GiB", target, time.perf_counter() - started, peak_memory_bytes() / 2**30)
     return Bundle(Path(target), manifest)
+
+
+def _weights_bytes(request: ExportRequest) -> int:
+    """Bytes that the weights will take at least: scales and padding come on top."""
+    width, packed = 8 * lookup_dtype(request.dtype).n_bytes, request.weight_format
+    shapes = weight_shapes(request.config, request.unit)
+    return sum(math.prod(shape) * (packed.of(name).bits if packed and is_quantized(name) else width) for name, shape in shapes.items()) // 8
 
 
 def _write_bundle(
@@ -222,6 +239,7 @@ def validate_bundle(
 
     Raises:
         InputError: a unit that has no layers is to be validated by layer.
+        BundleError: an export replaced the bundle meanwhile.
 
     Returns:
         The section for report.json, and the comparisons it was made from.
@@ -241,8 +259,8 @@ def validate_bundle(
         return record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
 
     reference, reference_description = run_eager("fp32")
-    with tempfile.TemporaryDirectory() as scratch:
-        stepper = open_onnxruntime(bundle, Path(scratch), growing)
+    with scratch_folder() as scratch:
+        stepper = open_onnxruntime(bundle, scratch, growing)
         candidate, candidate_description = record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
         stepper.close()
     allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
@@ -254,6 +272,7 @@ def validate_bundle(
             control_description = None  # it strayed too little to allow more
     section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
+    bundle.check_unchanged()
     return section, comparisons
 
 
@@ -319,6 +338,7 @@ def _validate_layers(bundle: Bundle, weights: WeightSource, seed: int, say: Call
     widened = any(c.allowed > allowed.allowed for c in comparisons)
     control = "the eager definition of the block in another arithmetic" if widened else None
     section = summarize(comparisons, "eager PyTorch in fp32 on the CPU", "onnxruntime on CPUExecutionProvider", allowed, control)
+    bundle.check_unchanged()
     through = "float32 twins of its blocks" if manifest.dtype == "bf16" else "its blocks"
     return section | {"through": f"{through}, one at a time"}, comparisons
 

@@ -1,6 +1,7 @@
 """Puts files and whole folders in place in one step: written beside their target, locked while they are, then renamed.
 
-What a killed run leaves behind is known by its name and by its lock being free, and the next run removes it.
+What a killed run leaves behind is known by its name and by its lock being free, and the next run removes it. Contents are on
+the disk before the rename that shows them, so that a power cut leaves the old or the new, never an empty file.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import ctypes
 import errno
 import fcntl
 import glob
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, to_json
+from exporter.bundle import REPORT_FILE, Bundle, to_json
 from exporter.errors import InputError
+from exporter.foreign_files import sync, take_along, take_latecomers
+from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason
 
 # --- temporaries ---------------------------------------------------------------------------------------------------------
 
@@ -33,13 +35,8 @@ def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
     """
     prefix = f".{name}.partial-"
     for leftover in parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(leftover, os.O_RDONLY)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(leftover)
-            finally:
-                os.close(lock)
+        with contextlib.suppress(OSError), _lock_of(leftover):
+            _remove(leftover)
     while True:  # until another run has not taken it for a leftover before it was locked
         if folder:
             path = tempfile.mkdtemp(prefix=prefix, dir=parent)
@@ -56,6 +53,17 @@ def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def _lock_of(leftover: Path) -> Iterator[None]:
+    """Holds what a dead run left; raises BlockingIOError where the run lives. Opening neither follows links nor waits for a pipe."""
+    lock = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
@@ -65,45 +73,90 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_file(folder: Path, name: str) -> Iterator[Path]:
-    """A file in the folder to write what will be called `name` into; it is gone at the end unless it was renamed.
+    """A file in the folder to write what will be called `name` into; it is gone at the end unless it was put in place.
 
     Raises:
         InputError: the folder cannot be written, or writing failed.
     """
+    free = free_bytes(folder)
     try:
         path, lock = claim(folder, name, folder=False)
     except OSError as error:
-        raise InputError(f"output {folder}: it cannot be written ({error.strerror})") from None
+        raise InputError(f"output {folder / name}: it cannot be written ({reason(error, folder, free)})") from None
     try:
         yield path
     except OSError as error:
-        raise InputError(f"output {folder}: {error.strerror}; nothing was left behind") from None
+        raise InputError(f"output {folder / name}: {reason(error, folder, free)}; nothing was left behind") from None
     finally:
         path.unlink(missing_ok=True)
         os.close(lock)
 
 
+def put_file_in_place(temporary: Path, target: Path) -> None:
+    """Renames a finished file, its content first brought to the disk.
+
+    Raises:
+        InputError: another run replaced the folder, and the file with it.
+        OSError: the disk is full.
+    """
+    try:
+        sync(temporary)
+        os.replace(temporary, target)
+    except FileNotFoundError:
+        raise InputError(f"output {target}: its folder was replaced by another run meanwhile; nothing was written; run again") from None
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small text file in one step: readers see the old or the new content, never a part.
+    """Replaces a small text file in one step: readers see the old or the new content, never a part. A link to it stays one.
 
     Raises:
         InputError: the folder cannot be written; the file is as before.
     """
-    temporary = None
+    path = Path(os.path.realpath(path))
+    with temporary_file(path.parent, path.name) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        put_file_in_place(temporary, path)
+
+
+def check_writable(*paths: Path) -> None:
+    """Refuses files that could not be written, before the work for their content is done.
+
+    Raises:
+        InputError: names the file and the reason.
+    """
+    for path in paths:
+        path = Path(os.path.realpath(path))
+        if path.is_dir():
+            raise InputError(f"output {path}: it is a folder, expected a file")
+        with temporary_file(path.parent, path.name):
+            pass
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder in the system's temporary one (TMPDIR) for what is needed only meanwhile; that of a killed run goes with the next.
+
+    Raises:
+        InputError: there is none that can be written, or it is full.
+    """
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise InputError(f"{path}: cannot be written ({error.strerror}); it is as before") from None
+        path, lock = claim(Path(tempfile.gettempdir()), "blockline", folder=True)
+    except OSError as error:
+        raise InputError(f"temporary folder: {error.strerror or error}; set TMPDIR to one that can be written") from None
+    free = free_bytes(path)
+    try:
+        os.chmod(path, 0o700)
+        yield path
+    except OSError as error:
+        if error.errno in DISK_REFUSES:
+            raise InputError(f"temporary folder {path.parent}: {reason(error, path.parent, free)}; set TMPDIR to one with more room") from None
         raise
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+# --- a bundle that is there ------------------------------------------------------------------------------------------------
 
 
 def write_report(bundle: Bundle, report: dict) -> None:
@@ -111,91 +164,104 @@ def write_report(bundle: Bundle, report: dict) -> None:
     write_atomically(bundle.folder / REPORT_FILE, to_json(report))
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a folder: whoever adds to it or replaces it takes turns.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    while True:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
+                continue  # it was replaced while its lock was waited for
+            yield
+            return
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def changing(bundle: Bundle) -> Iterator[None]:
+    """Holds a bundle's folder while something made from the bundle is put into it.
+
+    Raises:
+        BundleError: an export has replaced the bundle since it was opened.
+    """
+    whole = bundle.whole or bundle
+    with locked(whole.folder):
+        whole.check_unchanged()
+        yield
+
+
 # --- whole folders ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def new_folder(target: str | Path) -> Iterator[Path]:
+def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
     """Gives a temporary sibling of `target` to write a folder into, and puts it in place when the body ends well.
 
-    An older bundle at `target` is replaced in one step; files there that are not that bundle's own stay. When the body
-    raises, nothing changes. Leftovers of killed runs are removed on the way.
+    An older bundle at `target` is replaced in one step; files there that are not that bundle's own stay, and a link keeps
+    pointing to it. When the body raises, nothing changes. Leftovers of killed runs are removed on the way.
+
+    Args:
+        target: the folder to make.
+        needed_bytes: what will be written at least, as far as that is known.
 
     Raises:
-        InputError: `target` is a file, or cannot be written, or holds somebody's file of a name that would be written.
+        InputError: `target` is a file, or cannot be written or replaced, or has no room, or holds somebody's file of a name that
+            would be written.
     """
-    target = Path(os.path.abspath(target))
-    if target.is_symlink():
-        target = target.resolve()
-    if target.exists() and not target.is_dir():
-        raise InputError(f"output {target}: it is a file, expected a folder or nothing; choose another -o")
+    target, missing = Path(os.path.realpath(target)), []
     try:
+        check_replaceable(target)
+        missing = [parent for parent in target.parents if not parent.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
+        _restore(target)
         temporary, lock = claim(target.parent, target.name, folder=True)
     except OSError as error:
-        raise InputError(f"output {target}: cannot write beside it ({error.strerror}: {error.filename}); choose another -o") from None
+        _remove_empty(missing)
+        raise InputError(f"output {target}: cannot write beside it ({reason(error, target.parent)}); choose another -o") from None
     try:
+        free = free_bytes(target.parent)
+        check_space(f"output {target}", target.parent, needed_bytes)
         yield temporary
         _put_in_place(temporary, target)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT):
-            where = f": {error.filename}" if error.filename else ""
-            raise InputError(f"output {target}: {error.strerror}{where}; nothing was left behind") from None
+        if error.errno in CANNOT_WRITE:
+            raise InputError(f"output {target}: {reason(error, target.parent, free, needed_bytes)}; nothing was left behind") from None
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
+        _remove_empty(missing)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    _sync(temporary)
+    _sync_all(temporary)
     if not target.exists():
-        os.rename(temporary, target)
-        return
-    owned = _owned_files(target)
-    folders = {name.partition("/")[0] for name in owned if "/" in name}
-    _keep_others(target, temporary, owned | folders)
-    for part in sorted(folders):
-        _keep_others(target / part, temporary / part, _engine_files(target / part) | {GRAPH_FILE, DATA_FILE, ENGINES_FILE})
-    _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
-
-
-def _keep_others(old: Path, new: Path, owned: set[str]) -> None:
-    """Takes along what lies in an older folder and is not its bundle's own."""
-    for entry in old.iterdir() if old.is_dir() else ():
-        if entry.name in owned:
-            continue
-        if (new / entry.name).exists():
-            raise InputError(f"output {old}: its {entry.name} was not written by an export and would be replaced; choose another -o")
-        new.mkdir(exist_ok=True)
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link_or_copy)
-        else:
-            _link_or_copy(entry, new / entry.name)
-
-
-def _link_or_copy(source: str | Path, destination: str | Path) -> None:
-    try:
-        os.link(source, destination, follow_symlinks=False)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, destination, follow_symlinks=False)
-
-
-def _owned_files(folder: Path) -> set[str]:
-    """Names in a folder that a bundle there put into it: by its manifest and its engine records."""
-    try:
-        files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
-    return files | _engine_files(folder) | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
-
-
-def _engine_files(folder: Path) -> set[str]:
-    try:
-        records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
-        return {record[key] for record in records for key in ("file", "graph_file")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return set()
+        try:
+            os.rename(temporary, target)
+            sync(target.parent)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise  # else another run was first, and its bundle is now the older one
+    with locked(target):
+        take_along(target, temporary)
+        for folder, _, _ in os.walk(temporary):
+            sync(Path(folder))
+        _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
+        sync(target.parent)
+        take_latecomers(temporary, target)
 
 
 def _exchange(first: Path, second: Path) -> None:
@@ -204,16 +270,32 @@ def _exchange(first: Path, second: Path) -> None:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0:
         return
-    aside = first.with_name(first.name + ".old")
+    aside = _aside(second)
     os.rename(second, aside)
-    os.rename(first, second)
+    try:
+        os.rename(first, second)
+    except OSError:
+        os.rename(aside, second)
+        raise
     os.rename(aside, first)
 
 
-def _sync(folder: Path) -> None:
+def _aside(target: Path) -> Path:
+    """Where an older folder lies while it is replaced in three renames."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def _restore(target: Path) -> None:
+    """Puts an older folder back that a run was killed over between its renames, or removes it where the new one is in place."""
+    aside = _aside(target)
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), _lock_of(aside):
+        if target.exists():
+            take_latecomers(aside, target)
+            _remove(aside)
+        else:
+            os.rename(aside, target)
+
+
+def _sync_all(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from exporter.block import RMSNorm
 from exporter.bundle import Bundle
 from exporter.contract import ONNX_TYPES, SEQUENCE, Contract, TensorSpec, Unit, graph_contract, numpy_dtype
+from exporter.placing import scratch_folder
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.tolerances import tolerance
@@ -144,9 +144,9 @@ class LayerValidation:
     @contextlib.contextmanager
     def _open(self, piece: onnx.ModelProto, folder: Path, contract: Contract) -> Iterator[OnnxruntimeStepper]:
         """The piece in onnxruntime, a bf16 one as its float32 twin."""
-        with tempfile.TemporaryDirectory() as scratch:
+        with scratch_folder() as scratch:
             if self.bundle.manifest.dtype == "bf16":
-                stepper = OnnxruntimeStepper(str(widen_model(piece, folder, Path(scratch))), contract, "fp32")
+                stepper = OnnxruntimeStepper(str(widen_model(piece, folder, scratch)), contract, "fp32")
             else:
                 stepper = OnnxruntimeStepper(piece.SerializeToString(), contract, self._arithmetic, data_folder=folder)
             try:

@@ -92,12 +92,12 @@ class Verification:
             "files": list(self.files),
             "other_files": list(self.others),
         }
-        return document | (self._identity() if self.bundle is not None else {})
+        return document | (self._identity(self.bundle) if self.bundle is not None else {})
 
-    def _identity(self) -> dict:
-        manifest = self.bundle.manifest
+    def _identity(self, bundle: Bundle) -> dict:
+        manifest = bundle.manifest
         try:
-            report = self.bundle.read_report()
+            report = bundle.read_report()
         except BundleError:
             report = {}
         validation = report.get("validation")
@@ -110,7 +110,7 @@ class Verification:
             "versions": report.get("versions", {}),
             "engines": [
                 {"file": f"{prefix}{record.file}", "backend": record.backend, "version": record.version, "cache_capacity": record.cache_capacity}
-                for prefix, part in _parts(self.bundle)
+                for prefix, part in _parts(bundle)
                 for record in _records(part)
             ],
         }

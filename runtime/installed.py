@@ -105,7 +105,7 @@ def conflict_findings(driver_cuda: tuple[int, int] | None, gpus: Sequence[Gpu]) 
         built_for["cuda-bindings"] = Version(bindings).release[:2]
     for name, cuda in built_for.items():
         problem = driver_problem(cuda, driver_cuda)
-        if problem:
+        if problem and driver_cuda is not None:
             yield Finding(f"{name} and the driver", FAILED, problem, f"update the driver, or install {name} for CUDA {driver_cuda[0]}")
     unsupported = [gpu for gpu in gpus if gpu.compute_capability in NOT_FOR_RTX]
     if unsupported and installed_version("tensorrt_rtx") and not installed_version("tensorrt"):

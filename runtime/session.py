@@ -17,7 +17,7 @@ from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
 from exporter.bundle import Bundle, check_in_place
 from exporter.catalogue import LARGEST_COUNT
 from exporter.contract import SEQUENCE, numpy_dtype
-from exporter.errors import InputError, NumericalError
+from exporter.errors import BundleError, InputError, NumericalError
 from exporter.feeds import step_feeds
 from exporter.steppers.protocol import OnDevice, Stepper
 from runtime.backends import open_stepper
@@ -101,7 +101,7 @@ class DecodeSession:
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
-            BundleError: the bundle is damaged.
+            BundleError: the bundle is damaged, or was replaced while it was being opened.
             BackendError: the backend or provider is not here or cannot run this bundle.
         """
         opened = Bundle.open(bundle, verify)
@@ -111,7 +111,16 @@ class DecodeSession:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
-        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
+        try:
+            stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
+        except Exception:
+            opened.check_unchanged()  # files of two bundles may be why
+            raise
+        try:
+            opened.check_unchanged()
+        except BundleError:
+            stepper.close()
+            raise
         log.info("decoding with %s; %d sequences of %d tokens", stepper.description, max_batch, capacity)
         return cls(opened, stepper, max_batch, capacity)
 

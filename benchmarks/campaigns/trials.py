@@ -1,0 +1,188 @@
+"""What a campaign of faults is made of: a folder with an old bundle and other people's files, commands run in forked children, and a judge."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import engines.__main__
+import exporter.__main__
+from engines.backend import choose_backend
+from engines.records import check_engine, check_lineage, read_records
+from exporter.bundle import REPORT_FILE, Bundle
+from exporter.catalogue import CATALOGUE, ModelConfig
+from exporter.errors import InputError
+
+MODEL = "tiny"
+TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=64)
+OLD_SEED, NEW_SEED = 0, 1  # same sizes, so that only checksums tell a mixture
+FOREIGN = {"bundle/notes.txt": "mine", "bundle/results/deep/table.csv": "a,b", "neighbour.txt": "beside", ".other.partial-x/half": "another run's"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """One of the project's commands, over one state of the folder.
+
+    Attributes:
+        name: in words.
+        main: the command's entry.
+        arguments: its own, without the place of the bundle.
+        place: the option that the bundle's folder follows, "" where it is the first argument.
+        over_bundle: whether an old bundle is there before it.
+        engine: whether that has an engine.
+    """
+
+    name: str
+    main: Callable[[list[str]], int]
+    arguments: tuple[str, ...]
+    place: str = ""
+    over_bundle: bool = True
+    engine: bool = False
+
+    def line(self, folder: Path) -> list[str]:
+        first, *rest = self.arguments
+        return [first, *((self.place, str(folder)) if self.place else (str(folder),)), *rest]
+
+
+def export_command(name: str, seed: int, **where: bool) -> Command:
+    return Command(name, exporter.__main__.main, ("export", "--model", MODEL, "--seed", str(seed)), "-o", **where)
+
+
+_BUILD = ("build", "--backend", "tensorrt-rtx", "--cache-capacity", "32", "--max-seq-len", "8", "--max-batch", "1")
+COMMANDS = (
+    export_command("export over nothing", NEW_SEED, over_bundle=False),
+    export_command("export over a bundle", NEW_SEED, engine=True),
+    Command("validate", exporter.__main__.main, ("validate",), engine=True),
+    Command("build, a first engine", engines.__main__.main, _BUILD),
+    Command("build, over an engine", engines.__main__.main, _BUILD, engine=True),
+)
+
+
+class Site:
+    """A folder to run commands in, made anew for each trial, with what it must look like afterwards.
+
+    Attributes:
+        folder: where the bundle and its neighbours lie.
+        bundle: the bundle's folder, which may not exist.
+    """
+
+    def __init__(self, root: Path, engine: bool = True) -> None:
+        """Makes both bundles below `root`; without `engine` no command finds an engine in the old one, which saves a build."""
+        CATALOGUE[MODEL] = TINY
+        self._engine = engine
+        self.folder = root / "site"
+        self.bundle = self.folder / "bundle"
+        self._templates: dict[bool, Path] = {}
+        self._root = root
+        for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children are forked from a warmed-up one
+            exporter.__main__.main(export_command("", seed).line(root / f"seed{seed}"))
+        self.old, self.new = (Bundle.open(root / f"seed{seed}").manifest for seed in (OLD_SEED, NEW_SEED))
+        self._template(engine=False)
+
+    def _template(self, engine: bool) -> Path:
+        if engine not in self._templates:
+            template = self._root / ("template with an engine" if engine else "template")
+            shutil.copytree(self._root / f"seed{OLD_SEED}", template / "bundle")
+            if engine and run_in_child(lambda: engines.__main__.main(COMMANDS[-1].line(template / "bundle"))) != 0:
+                raise RuntimeError("the build for the campaign failed")
+            for name, text in FOREIGN.items():
+                (template / name).parent.mkdir(parents=True, exist_ok=True)
+                (template / name).write_text(text)
+            self._templates[engine] = template
+        return self._templates[engine]
+
+    def reset(self, command: Command) -> None:
+        """Puts everything back to how it is before the command."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self._template(command.engine and self._engine), self.folder)
+        if not command.over_bundle:
+            shutil.rmtree(self.bundle)
+
+    def losses(self, command: Command) -> list[str]:
+        """What is wrong after a fault: a mixture, a damaged file, a bundle gone, a file of somebody else's gone or changed."""
+        found = []
+        for name, text in FOREIGN.items():
+            path = self.folder / name
+            if not name.startswith("bundle/") or command.over_bundle:
+                if not path.is_file():
+                    found.append(f"{name} is gone")
+                elif path.read_text() != text:
+                    found.append(f"{name} was changed")
+        if not self.bundle.exists():
+            return [*found, "the bundle is gone"] if command.over_bundle else found
+        try:
+            bundle = Bundle.open(self.bundle, verify="full")
+            if bundle.manifest not in (self.old, self.new):
+                found.append("the bundle is neither the old nor the new one")
+            if not bundle.read_report().get("validation", {}).get("passed"):
+                found.append(f"{REPORT_FILE} has no validation that passed")
+            bundle.check_engines()
+            for record in read_records(bundle.folder):
+                check_engine(bundle.folder, record, verify="full")
+                check_lineage(bundle, record)
+        except InputError as error:
+            found.append(str(error))
+        return found
+
+    def strays(self, command: Command) -> list[str]:
+        """Files that are there after a run that ended well and should not be."""
+        expected = {"bundle"} | {name.partition("/")[0] for name in FOREIGN}
+        found = [path.name for path in self.folder.iterdir() if path.name not in expected]
+        records = read_records(self.bundle)
+        inside = {"manifest.json", "report.json", *self.new.files, *({"notes.txt", "results"} if command.over_bundle else ())}
+        inside |= {name for record in records for name in ("engines.json", record.file, record.graph_file)}
+        return found + [f"bundle/{path.name}" for path in self.bundle.iterdir() if path.name not in inside]
+
+    def state(self) -> str:
+        """How far a run had come, by the files that are there."""
+        outside = list(self.folder.glob(".bundle.*partial-*"))
+        inside = [path.name for path in self.bundle.glob(".*.partial-*")] if self.bundle.is_dir() else []
+        if outside:
+            names = {path.name for path in outside[0].iterdir()} if outside[0].is_dir() else set()
+            if self._is_new():
+                return "the older bundle being removed"
+            if REPORT_FILE in names:
+                return "about to be put in place"
+            return "being validated" if "manifest.json" in names else "being written" if names else "just begun"
+        if inside:
+            kind = next((kind for kind in ("engine", "onnx", "json") if any(f".{kind}.partial-" in name for name in inside)), "file")
+            writing = len(inside) > 1 or kind == "json"
+            empty = all(path.stat().st_size == 0 for path in self.bundle.glob(".*.partial-*"))
+            return f"{kind} being {'published' if writing and kind == 'engine' else 'made' if empty else 'written'}"
+        return "in place" if self._is_new() else "before or between files"
+
+    def _is_new(self) -> bool:
+        try:
+            return json.loads((self.bundle / "manifest.json").read_text())["weights"] == self.new.weights
+        except OSError:
+            return False
+
+
+def fork(body: Callable[[], int | None]) -> int:
+    """Starts `body` in a forked child, its output dropped; returns the child's process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            os._exit(body() or 0)
+        finally:
+            os._exit(99)
+    return child
+
+
+def run_in_child(body: Callable[[], int | None]) -> int:
+    """Runs `body` in a forked child; returns its exit code, 99 where it raised."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(body), 0)[1])
+
+
+def warm_up() -> str:
+    """Loads what the commands would, so that children need not; returns the backend's name."""
+    sys.stdout.flush()
+    return str(choose_backend("tensorrt-rtx"))
