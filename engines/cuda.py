@@ -77,7 +77,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys the stream."""
+        """Destroys the stream. Closing twice is not an error: the engines of one unit share a stream."""
 
 
 class _Graph:
@@ -112,7 +112,11 @@ class RuntimeCuda(Cuda):
 
     def allocate(self, n_bytes: int) -> int:
         address = int(self._call("cudaMalloc", n_bytes))
-        self._call("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+        try:
+            self._call("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+        except BaseException:
+            self.free(address)
+            raise
         return address
 
     def free(self, address: int) -> None:
@@ -157,4 +161,6 @@ class RuntimeCuda(Cuda):
         return int(self._call("cudaMemGetInfo")[0])
 
     def close(self) -> None:
-        self._call("cudaStreamDestroy", self.stream)
+        stream, self.stream = self.stream, 0
+        if stream:
+            self._call("cudaStreamDestroy", stream)

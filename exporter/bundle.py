@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -233,6 +234,8 @@ class Bundle:
         Raises:
             BundleError: a file is missing, truncated or changed, or the manifest cannot be read.
         """
+        if not isinstance(folder, str | os.PathLike):
+            raise InputError(f"bundle: got {folder!r}, expected the path of its folder")
         folder = Path(folder)
         if verify not in ("graph", "full"):
             raise InputError(f"verify: got {verify!r}, expected 'graph' or 'full'")

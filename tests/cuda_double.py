@@ -93,6 +93,8 @@ class CudaDouble(Cuda):
         )
 
     def synchronize(self):
+        if self.closed:
+            raise ContractError("the stream is destroyed")
         queue, self._queue = self._queue, []
         for work in queue:
             work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,8 +41,9 @@ class PartsCache(Cache):
             part.write(row, [tensor for _, tensor in zip(part.read(row, 0), remaining, strict=False)])
 
     def free(self) -> None:
-        for part in self.parts:
-            part.free()
+        with contextlib.ExitStack() as freeing:  # one that cannot be freed keeps none of the others
+            for part in self.parts:
+                freeing.callback(part.free)
 
 
 class PartsStepper(Stepper):
@@ -57,7 +59,13 @@ class PartsStepper(Stepper):
         self.description = f"{steppers[0].description}, in {len(self.steppers)} parts"
 
     def new_cache(self, n_rows: int, capacity: int) -> PartsCache:
-        return PartsCache([stepper.new_cache(n_rows, capacity) for stepper in self.steppers])
+        with contextlib.ExitStack() as made:
+            caches = []
+            for stepper in self.steppers:
+                caches.append(stepper.new_cache(n_rows, capacity))
+                made.callback(caches[-1].free)
+            made.pop_all()
+        return PartsCache(caches)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache, first_row: int = 0) -> dict[str, np.ndarray]:
         return self.steppers[-1].run(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
@@ -70,20 +78,19 @@ class PartsStepper(Stepper):
         return feeds
 
     def close(self) -> None:
-        for stepper in self.steppers:
-            stepper.close()
+        with contextlib.ExitStack() as closing:
+            for stepper in self.steppers:
+                closing.callback(stepper.close)
 
 
 def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Stepper]) -> Stepper:
     """A stepper over a bundle, whether it is one graph or several; steppers already open are closed when a later one fails."""
     if not bundle.manifest.parts:
         return open_part(bundle)
-    steppers: list[Stepper] = []
-    try:
+    with contextlib.ExitStack() as opened:
+        steppers: list[Stepper] = []
         for part in bundle.parts:
             steppers.append(open_part(part))
-    except BaseException:
-        for stepper in steppers:
-            stepper.close()
-        raise
+            opened.callback(steppers[-1].close)
+        opened.pop_all()
     return PartsStepper(bundle.manifest.contract, steppers)
