@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from exporter.bundle import Bundle
 from exporter.errors import BackendError, InputError, NumericalError
@@ -181,6 +182,10 @@ MODEL_FAULTS = [
     (lambda s: s.prefill(tokens(2, 3), [0, 3]), "expected 1 to 3"),
     (lambda s: s.prefill(tokens(2, 3), [4, 3]), "expected 1 to 3"),
     (lambda s: s.prefill(tokens(2, 3), [1.0, 2.0]), "float64"),
+    (lambda s: s.prefill(tokens(2, 3), "ab"), "lengths: got <U2"),
+    (lambda s: s.prefill(None), "tokens: got object"),
+    (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), "no rectangular array"),
+    (lambda s: s.decode(None), "tokens: got object"),
     (lambda s: s.decode(tokens(1, 2)), "expected 1; use prefill"),
     (lambda s: s.prefill(tokens(1, 65)), "holds 0 of 64 tokens and was asked for 65 more"),
 ]
@@ -233,11 +238,24 @@ def test_the_batch_is_fixed_until_reset(tiny_bundle):
         ({"cache_capacity": 0}, InputError, "cache_capacity"),
         ({"cache_capacity": MAX_POSITIONS + 1}, InputError, f"at most {MAX_POSITIONS}"),
         ({"verify": "no"}, InputError, "verify"),
+        ({"max_batch": "4"}, InputError, "max_batch: got '4'"),
+        ({"max_batch": True}, InputError, "max_batch: got True"),
+        ({"max_batch": 2.0}, InputError, "max_batch: got 2.0"),
+        ({"cache_capacity": "8"}, InputError, "cache_capacity: got '8'"),
+        ({"providers": 5}, InputError, "providers: got 5"),
+        ({"providers": [["CPUExecutionProvider"]]}, InputError, r"providers: got \[\['CPU"),
+        ({"backend": None}, InputError, "backend: got None"),
     ],
 )
 def test_bad_options_are_refused(tiny_bundle, options, error, message):
     with pytest.raises(error, match=message):
         DecodeSession.open(tiny_bundle("model").folder, **options)
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"bundle", ["bundle"]])
+def test_a_bundle_that_is_no_path_is_refused(folder):
+    with pytest.raises(InputError, match=r"bundle: got .*, expected the path of its folder"):
+        DecodeSession.open(folder)
 
 
 def test_auto_takes_onnxruntime_and_says_so(tiny_bundle):
