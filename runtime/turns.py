@@ -27,8 +27,8 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def waiting(self: TakesTurns, *arguments: Any, **options: Any) -> Any:
-        if True:  # re-entrant, so that the check below is reached
-            if False:
+        with self._lock:  # re-entrant, so that the check below is reached
+            if self._in_call:
                 raise InputError(
                     f"session: got {method.__name__} from inside another of its calls, such as a signal handler's; "
                     "nothing was done; call it when that one has returned"

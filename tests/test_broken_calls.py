@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import engines.tensorrt_stepper
-import exporter.steppers.protocol
-import runtime.session
+from benchmarks.campaigns.faults import interrupt
 from engines.cuda import CudaError
 from exporter.bundle import Bundle
 from runtime import DecodeSession
@@ -22,40 +18,9 @@ from tests.cuda_double import CudaDouble
 from tests.slot_sessions import DeviceLost, every_backend, near, on_onnxruntime, on_the_tensorrt_double, recompute, tokens
 
 ROWS, CAPACITY = 4, 16
-WATCHED = (
-    str(Path(runtime.session.__file__).parent),
-    str(Path(exporter.steppers.protocol.__file__).parent),
-    engines.tensorrt_stepper.__file__,
-    contextlib.__file__,
-)
 Tokens = tuple[int, ...]
 
 # --- ways to break a call off -------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def interrupt(session: DecodeSession, place: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt at the given place, counted from 0: on entering a function, or when a call of C code has returned.
-
-    Those are where Python looks for signals, loops aside.
-    """
-    left = place
-
-    def profile(frame, event, _):
-        nonlocal left
-        if frame.f_code.co_name == "<genexpr>":  # what is raised where one is closed is only printed
-            return
-        if event in ("call", "c_return") and frame.f_code.co_filename.startswith(WATCHED):
-            left -= 1
-            if left < 0:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    sys.setprofile(profile)
-    try:
-        yield
-    finally:
-        sys.setprofile(None)
 
 
 @contextlib.contextmanager
@@ -183,7 +148,7 @@ def break_off_everywhere(bundle: Bundle, session: DecodeSession, name: str, brea
 def test_an_interrupt_anywhere_in_a_call_leaves_no_wrong_token(tiny_bundle, open_backend, name):
     bundle = tiny_bundle("model")
     with open_backend(bundle, max_batch=ROWS, cache_capacity=CAPACITY) as session:
-        assert break_off_everywhere(bundle, session, name, interrupt, KeyboardInterrupt) >= 5
+        assert break_off_everywhere(bundle, session, name, lambda _, place: interrupt(place), KeyboardInterrupt) >= 5
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["before", "half-way"])
@@ -216,7 +181,7 @@ def test_an_interrupt_anywhere_in_a_step_with_rows_leaves_no_wrong_token(tiny_bu
             session.reset()
             session.prefill(prompts)
             try:
-                with interrupt(session, place):
+                with interrupt(place):
                     session.prefill(step) if step.shape[1] > 1 else session.decode(step[:, 0])
             except KeyboardInterrupt:
                 lengths = set(session.lengths.tolist())
