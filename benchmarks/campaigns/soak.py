@@ -213,7 +213,7 @@ class Server:
         chance = rng.random()
         if chance < 0.05:
             self._ask_for_the_impossible(sequence, rng)
-        elif chance < 0.08 and len(sequences) == 1:
+        elif chance < 0.08 and len(sequences) == 1 and sequence.length < CAPACITY:
             slot = self._take(lambda: self.session.fork(sequence.slot), rng)
             if slot is not None:
                 sequences.append(Sequence(slot, list(sequence.given), dict(sequence.outputs)))
