@@ -306,9 +306,7 @@ class TensorRTStepper(Stepper, OnDevice):
             context = self._new_context(profile)
             self._enqueue(context, shapes, addresses)  # a first run outside of capture settles what TensorRT does lazily
             self._cuda.synchronize()
-            with self._cuda.capture() as graph:
-                self._execute(context)
-            self._graphs[key] = (graph, context)
+            self._graphs[key] = (self._cuda.capture(lambda: self._execute(context)), context)
             return context
         self._graphs.move_to_end(key)  # the least recently used comes first
         graph, context = self._graphs[key]

@@ -374,13 +374,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
     arguments = parser.parse_args()
     faulthandler.enable()
+    of_the_code = stamp()  # before the run, in which the working tree may change
     with tempfile.TemporaryDirectory() as scratch:
         model, stack = export("model", Path(scratch)), export("stack", Path(scratch))
         load_average = os.getloadavg()[0]
         served = [serve_for(bundle, arguments.minutes * 60 * share, arguments.seed) for bundle, share in ((model, 0.7), (stack, 0.3))]
         opened = open_and_close(model, arguments.opens)
     record = {
-        **stamp(), "machine": machine(), "load_average_before": load_average, "seed": arguments.seed,
+        **of_the_code, "machine": machine(), "load_average_before": load_average, "seed": arguments.seed,
         "clients": CLIENTS, "max_batch": MAX_BATCH, "cache_capacity": CAPACITY, "tolerance": TOLERANCE, "serving": served, "opening": opened,
     }  # fmt: skip
     print(json.dumps(record, indent=1))
