@@ -171,16 +171,21 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, rubbish):
 @FEW
 @given(seed=seeds, rubbish=st.sampled_from([np.inf, -np.inf, np.nan]))
 def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, rubbish):
-    x = draw(session, seed, 1, 5)[0]
+    """A longer neighbour in the same run makes the step read, masked, what lies beyond the new sequence's end."""
+    x, y, long = draw(session, seed, 1, 5)[0], draw(session, seed + 1, 1, 1)[0], draw(session, seed + 2, 1, 12)[0]
     session.reset()
-    clean = session.step({(slot := session.acquire()): x})[slot]
+    slot = session.acquire()
+    session.step({slot: x})
+    clean = session.step({slot: y})[slot]
     session.reset()
-    first, second = session.acquire(), session.acquire()
-    session.step({first: x, second: draw(session, seed + 1, 1, 7)[0]})
-    for row in range(1, 4):  # the second sequence's, and those never used
+    neighbour, leaver = session.acquire(), session.acquire()
+    session.step({neighbour: long, leaver: x})
+    for row in range(1, 4):  # the leaver's, and those never used
         session._cache.write(row, [np.full_like(tensor, rubbish) for tensor in session._cache.read(row, CAPACITY)])
-    session.release(second)
-    same(session.step({(slot := session.acquire()): x})[slot], clean)
+    session.release(leaver)
+    slot = session.acquire()
+    session.step({slot: x})
+    same(session.step({neighbour: y, slot: y})[slot], clean)
 
 
 class Broken(RuntimeError):
@@ -208,15 +213,15 @@ def fail_after_writing(session, x) -> None:
 @FEW
 @given(seed=seeds, fail=st.sampled_from(["not at all", "refused", "in the backend"]))
 def test_i5_reset_equals_a_fresh_session_also_after_an_exception(session, seed, fail):
-    b = draw(session, seed + 1, 2, 4)
-    clean, rows = fresh(session, b)
+    b, lengths = draw(session, seed + 1, 2, 12), [12, 4]  # the long row makes the step read beyond the short one's end
+    clean, rows = fresh(session, b, lengths)
     fresh(session, draw(session, seed, 3, 6))
     if fail == "refused":
         with pytest.raises(ValueError, match="capacity"):
             session.prefill(draw(session, seed, 3, CAPACITY))
     elif fail == "in the backend":
         fail_after_writing(session, draw(session, seed, 3, 5))
-    again, again_rows = fresh(session, b)
+    again, again_rows = fresh(session, b, lengths)
     np.testing.assert_array_equal(again, clean)
     for one, other in zip(again_rows, rows, strict=True):
         for x, y in zip(one, other, strict=True):
