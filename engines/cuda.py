@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,12 @@ class Cuda(ABC):
         """Waits for the stream; raises what went wrong on it."""
 
     @abstractmethod
-    def capture(self) -> contextlib.AbstractContextManager[Any]:
-        """Records what is queued inside the with-block instead of running it; `launch` runs the object it gives."""
+    def capture(self, work: Callable[[], None]) -> Any:
+        """Records what `work` queues instead of running it; `launch` runs the object it gives.
+
+        However that ends, by an interrupt too, the stream records no more. A context manager could not promise it: an interrupt
+        between its entry and its block leaves it open.
+        """
 
     @abstractmethod
     def launch(self, graph: Any) -> None:
@@ -77,7 +81,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys the stream."""
+        """Destroys the stream. Closing twice is not an error: the engines of one unit share a stream."""
 
 
 class _Graph:
@@ -112,7 +116,11 @@ class RuntimeCuda(Cuda):
 
     def allocate(self, n_bytes: int) -> int:
         address = int(self._call("cudaMalloc", n_bytes))
-        self._call("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+        try:
+            self._call("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+        except BaseException:
+            self.free(address)
+            raise
         return address
 
     def free(self, address: int) -> None:
@@ -136,16 +144,19 @@ class RuntimeCuda(Cuda):
     def synchronize(self) -> None:
         self._call("cudaStreamSynchronize", self.stream)
 
-    @contextlib.contextmanager
-    def capture(self) -> Iterator[_Graph]:
+    def capture(self, work: Callable[[], None]) -> _Graph:
         graph = _Graph()
-        self._call("cudaStreamBeginCapture", self.stream, self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
         try:
-            yield graph
-        finally:
-            captured = self._call("cudaStreamEndCapture", self.stream)
+            self._call("cudaStreamBeginCapture", self.stream, self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+            work()
+        except BaseException:
+            with contextlib.suppress(CudaError):  # it may not have begun, or be void
+                self._call("cudaGraphDestroy", self._call("cudaStreamEndCapture", self.stream))
+            raise
+        captured = self._call("cudaStreamEndCapture", self.stream)
         graph.executable = self._call("cudaGraphInstantiate", captured, 0)
         self._call("cudaGraphDestroy", captured)
+        return graph
 
     def launch(self, graph: _Graph) -> None:
         self._call("cudaGraphLaunch", graph.executable, self.stream)
@@ -157,4 +168,6 @@ class RuntimeCuda(Cuda):
         return int(self._call("cudaMemGetInfo")[0])
 
     def close(self) -> None:
-        self._call("cudaStreamDestroy", self.stream)
+        stream, self.stream = self.stream, 0
+        if stream:
+            self._call("cudaStreamDestroy", stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,12 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
         self.max_batch = min(stepper.max_batch for stepper in steppers)
         self.max_seq_len = min(stepper.max_seq_len for stepper in steppers)
         self.cache_capacity = steppers[0].cache_capacity
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(super().close)  # the stream, once nothing of any part is left on it
+            for stepper in self.steppers:
+                closing.callback(stepper.free)
 
     def import_tensor(self, x: Any) -> DeviceTensor:
         return self.steppers[0].import_tensor(x)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +41,13 @@ class DeviceCache(Cache):
     def __init__(self, cuda: Cuda, specs: Sequence[TensorSpec], n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self._cuda, self._specs = cuda, specs
-        self.addresses = [cuda.allocate(n_rows * self._row_bytes(spec)) for spec in specs]
+        self.addresses: list[int] = []
+        try:
+            for spec in specs:
+                self.addresses.append(cuda.allocate(n_rows * self._row_bytes(spec)))
+        except BaseException:
+            self.free()
+            raise
 
     def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
         return spec.shape({BATCH: self.n_rows, CAPACITY: self.capacity})[1:]
@@ -85,9 +93,7 @@ class DeviceCache(Cache):
         self._cuda.synchronize()
 
     def free(self) -> None:
-        for address in self.addresses:
-            self._cuda.free(address)
-        self.addresses = []
+        _free_all(self._cuda, self.addresses)
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,19 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self.cuda_graphs = cuda_graphs
         self.description = f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
         self._trt, self._cuda = trt, cuda
+        self._buffers: dict[str, int] = {}
+        self._followed: set[str] = set()  # inputs that lie in another part's buffer
+        self._graphs: OrderedDict[tuple, tuple[Any, Any]] = OrderedDict()  # (profile, B, L, cache addresses) → (graph, its context)
         self._logger = create_logger(trt)
+        try:
+            self._load(bundle, record)
+        except BaseException:
+            self.free()
+            raise
+
+    def _load(self, bundle: Bundle, record: EngineRecord) -> None:
+        """Reads the engine, and makes its buffers and contexts."""
+        trt, cuda = self._trt, self._cuda
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
@@ -130,10 +148,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._ranges = [self._profile_ranges(index) for index in self._profiles]
         name = self.contract.step_inputs[1].name  # position_ids [B, T]
         self.max_batch, self.max_seq_len = (max(ranges[name][2][axis] for ranges in self._ranges) for axis in (0, 1))
-        self._buffers = {spec.name: cuda.allocate(self._largest_bytes(spec)) for spec in (*self.contract.step_inputs, *self.contract.step_outputs)}
-        self._followed: set[str] = set()  # inputs that lie in another part's buffer
+        for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
+            self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
         self._contexts = [self._new_context(index) for index in self._profiles]
-        self._graphs: dict[tuple, tuple[Any, Any]] = {}  # (profile, B, L, cache addresses) → (graph, its context)
 
     @property
     def graph_count(self) -> int:
@@ -297,29 +314,38 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             context = self._new_context(profile)
             self._enqueue(context, shapes, addresses)  # a first run outside of capture settles what TensorRT does lazily
             self._cuda.synchronize()
-            with self._cuda.capture() as graph:
-                self._execute(context)
-            self._graphs[key] = (graph, context)
+            self._graphs[key] = (self._cuda.capture(lambda: self._execute(context)), context)
             return context
-        self._graphs[key] = self._graphs.pop(key)  # the least recently used comes first
+        self._graphs.move_to_end(key)  # the least recently used comes first
         graph, context = self._graphs[key]
         self._cuda.launch(graph)
         return context
 
     def _drop_graph(self, key: tuple) -> None:
-        graph, _ = self._graphs.pop(key)
         self._cuda.synchronize()
+        graph, _ = self._graphs.pop(key)
         self._cuda.destroy_graph(graph)
 
+    def free(self) -> None:
+        """Frees all that it holds but the stream, which may be shared."""
+        with contextlib.ExitStack() as freeing:  # what cannot be freed keeps nothing else
+            own = [address for name, address in self._buffers.items() if name not in self._followed]
+            self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
+            freeing.callback(_free_all, self._cuda, own)
+            for key in list(self._graphs):
+                freeing.callback(self._drop_graph, key)
+
     def close(self) -> None:
-        for key in list(self._graphs):
-            self._drop_graph(key)
-        for address in (address for name, address in self._buffers.items() if name not in self._followed):
-            self._cuda.free(address)
-        self._buffers = {}
-        self._contexts = []
-        self._engine = self._runtime = None
-        self._cuda.close()
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._cuda.close)
+            self.free()
+
+
+def _free_all(cuda: Cuda, addresses: list[int]) -> None:
+    """Frees buffers and empties the list; one that cannot be freed keeps none of the others."""
+    with contextlib.ExitStack() as freeing:
+        while addresses:
+            freeing.callback(cuda.free, addresses.pop())
 
 
 def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -349,8 +350,11 @@ class Bundle:
         """Reads a bundle's manifest and looks at no other file; `open` is what stages use.
 
         Raises:
+            InputError: `folder` is no path.
             BundleError: there is no manifest, or it cannot be read.
         """
+        if not isinstance(folder, str | os.PathLike):
+            raise InputError(f"bundle: got {folder!r}, expected the path of its folder")
         folder = Path(folder)
         path = folder / MANIFEST_FILE
         if not path.is_file():

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_session_arguments(generate)
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="raw text to continue")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to add (default 64)")
-    generate.add_argument("--temperature", type=float, metavar="X", help="0 is greedy (the default, unless --top-k or --top-p is given)")
+    generate.add_argument("--temperature", type=float, metavar="X", help="0 is greedy: the default, but refused with --top-k or --top-p")
     generate.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
     generate.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest tokens that reach probability X")
     generate.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")

@@ -28,11 +28,13 @@ def open_stepper(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
-    names = [providers] if isinstance(providers, str) else list(providers or [])
+    names = [providers] if isinstance(providers, str) else providers or []
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputError(f"providers: got {providers!r}, expected the name of an onnxruntime execution provider")
     if names and backend in ("eager", "tensorrt"):
-        raise InputError(f"providers: got {names} for the {backend} backend, expected none; they belong to onnxruntime")
+        raise InputError(f"providers: got {list(names)} for the {backend} backend, expected none; they belong to onnxruntime")
     if len(names) > 1:
-        raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
+        raise InputError(f"providers: got {list(names)}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
         return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
@@ -69,9 +71,13 @@ def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, v
 
     records = find_engines(bundle, cache_capacity, verify)
     capacity, cuda = records[0].decode_capacity(), RuntimeCuda()
-    _check_memory(bundle.manifest, "tensorrt", max_batch, capacity, cuda.free_bytes())
-    stepper = open_engines(bundle, records, cuda)
-    if max_batch > stepper.max_batch:
-        stepper.close()
-        raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for")
+    try:
+        _check_memory(bundle.manifest, "tensorrt", max_batch, capacity, cuda.free_bytes())
+        stepper = open_engines(bundle, records, cuda)
+        if max_batch > stepper.max_batch:
+            stepper.close()
+            raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for")
+    except BaseException:
+        cuda.close()
+        raise
     return stepper, capacity

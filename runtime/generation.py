@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exporter.errors import InputError
+from runtime.inputs import as_array, is_whole_number
 from runtime.sampling import Sampler
 from runtime.session import DecodeSession
 
@@ -29,8 +30,10 @@ class Generation:
     def __post_init__(self) -> None:
         if self.session.manifest.unit.kind != "model":
             raise InputError(f"generate: the bundle is a {self.session.manifest.unit}, expected a whole model")
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: got {self.max_new_tokens}, expected at least 1")
+        if not is_whole_number(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: got {self.max_new_tokens!r}, expected a whole number of at least 1")
+        if not isinstance(self.prompt, Sequence | np.ndarray):
+            raise InputError(f"prompt: got {self.prompt!r}, expected token ids")
         if not len(self.prompt):
             raise InputError("prompt: it has no tokens, expected at least one")
         if len(self.prompt) > self.session.cache_capacity:
@@ -40,7 +43,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[int]:
         """Yields each new token, the end token left out."""
-        logits = self.session.prefill(np.array([self.prompt], np.int64))
+        logits = self.session.prefill(as_array([self.prompt], "prompt"))
         for count in range(1, self.max_new_tokens + 1):
             token = self.sampler(logits[0])
             if token in self.session.manifest.end_token_ids:

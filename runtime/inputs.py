@@ -5,6 +5,7 @@ Hidden states may be arrays of the host or tensors of the device; tokens are on 
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,11 @@ from exporter.contract import numpy_dtype
 from exporter.errors import InputError
 
 
+def is_whole_number(value: object) -> bool:
+    """Whether a caller gave a whole number; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def as_array(x: object, subject: str) -> np.ndarray:
     """What a caller gave as a host array.
 
@@ -23,7 +29,7 @@ def as_array(x: object, subject: str) -> np.ndarray:
     """
     try:
         return np.asarray(x)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a torch tensor that asks for its gradient
         raise InputError(f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths") from None
 
 

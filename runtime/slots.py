@@ -1,7 +1,10 @@
 """Cache slots: which sequence lives in which cache row. Pure policy, no buffer and no backend in sight.
 
-Active slots keep the rows 0 … n − 1, so that a step over neighbours is one view of the cache. A release moves the last row
-into the gap; that is the only copy that joining and leaving ever cost.
+Active slots keep the rows 0 … n − 1, so that a step over neighbours is one view of the cache. After a release the last row is
+copied into the gap; that is the only copy that joining and leaving ever cost. Until it is copied the gap stays, and is harmless.
+
+Every change is one assignment of a new dict. So a table is never seen half-changed, neither by another thread nor after an
+interrupt, and a caller can prepare cache rows first and commit to them last.
 """
 
 from __future__ import annotations
@@ -15,10 +18,18 @@ from exporter.errors import InputError
 
 @dataclass(frozen=True)
 class Move:
-    """Cache row `source` must be copied to row `destination`, which is free."""
+    """Cache row `source` should be copied to row `destination`, which is free."""
 
     source: int
     destination: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an active slot holds: its cache row, and tokens in it."""
+
+    row: int
+    length: int
 
 
 class SlotTable:
@@ -32,57 +43,67 @@ class SlotTable:
         """`numbers` gives the slots' numbers; a session hands the same iterator to each of its tables."""
         self.n_rows = n_rows
         self._numbers = itertools.count() if numbers is None else numbers
-        self._rows: list[int] = []  # slot number of each active row
-        self._lengths: dict[int, int] = {}
+        self._slots: dict[int, Held] = {}  # in the order of acquisition
 
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens that each active slot holds, by slot, in the order of acquisition."""
-        return dict(sorted(self._lengths.items()))
+        return {slot: held.length for slot, held in self._slots.items()}
 
-    def acquire(self) -> tuple[int, int]:
-        """Takes the next free row; returns (slot, row).
+    def free_row(self) -> int:
+        """The lowest free cache row.
 
         Raises:
             InputError: all rows are taken.
         """
-        if len(self._rows) == self.n_rows:
+        taken = self._row_lengths()
+        if len(taken) == self.n_rows:
             raise InputError(f"slots: all {self.n_rows} are taken; release one or open the session with a larger max_batch")
+        return next(row for row in range(self.n_rows) if row not in taken)
+
+    def take(self, row: int, length: int = 0) -> int:
+        """Gives a free row to a new slot, which holds `length` tokens already; returns the slot."""
         slot = next(self._numbers)
-        self._rows.append(slot)
-        self._lengths[slot] = 0
-        return slot, len(self._rows) - 1
+        self._slots = {**self._slots, slot: Held(row, length)}
+        return slot
 
-    def release(self, slot: int) -> Move | None:
-        """Gives a slot back; returns the move that keeps active rows together, if one is needed."""
-        row = self.row(slot)
-        del self._lengths[slot]
-        last = self._rows.pop()
-        if last == slot:
-            return None
-        self._rows[row] = last
-        return Move(len(self._rows), row)
-
-    def row(self, slot: int) -> int:
-        """The cache row of an active slot.
+    def release(self, slot: int) -> None:
+        """Gives a slot back, and with it its row.
 
         Raises:
             InputError: it is not active.
         """
-        if not isinstance(slot, int) or slot not in self._lengths:
-            raise InputError(f"slot: got {slot!r}, expected one of the active slots {sorted(self._lengths)}")
-        return self._rows.index(slot)
+        self.held(slot)
+        self._slots = {other: held for other, held in self._slots.items() if other != slot}
 
-    def length(self, slot: int) -> int:
-        """Tokens that a slot holds."""
-        self.row(slot)
-        return self._lengths[slot]
+    def next_move(self) -> Move | None:
+        """The move that brings the last active row into the first gap before it; None where there is no gap."""
+        taken = self._row_lengths()
+        gap = next((row for row in range(self.n_rows) if row not in taken), self.n_rows)
+        last = max(taken, default=-1)
+        return Move(last, gap) if gap < last else None
+
+    def moved(self, move: Move) -> None:
+        """Notes that a move has been made in the cache."""
+        self._slots = {slot: Held(move.destination, held.length) if held.row == move.source else held for slot, held in self._slots.items()}
+
+    def held(self, slot: int) -> Held:
+        """The row and length of an active slot.
+
+        Raises:
+            InputError: it is not active.
+        """
+        if not isinstance(slot, int) or isinstance(slot, bool) or slot not in self._slots:
+            raise InputError(f"slot: got {slot!r}, expected one of the active slots {sorted(self._slots)}")
+        return self._slots[slot]
 
     def length_of_row(self, row: int) -> int:
-        """Tokens in an active cache row."""
-        return self._lengths[self._rows[row]]
+        """Tokens in a cache row; 0 where it is free."""
+        return self._row_lengths().get(row, 0)
+
+    def _row_lengths(self) -> dict[int, int]:
+        return {held.row: held.length for held in self._slots.values()}
 
     def advance(self, slots: Mapping[int, int]) -> None:
-        """Adds new tokens to slots, after their step has succeeded."""
-        for slot, seq_len in slots.items():
-            self._lengths[slot] += seq_len
+        """Adds new tokens to slots, to all of them at once, after their step has succeeded."""
+        self._slots = {slot: Held(held.row, held.length + slots.get(slot, 0)) for slot, held in self._slots.items()}

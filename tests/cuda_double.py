@@ -6,7 +6,6 @@ use after free; outputs are poisoned before each step, so a stale one shows.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import tempfile
 import types
@@ -94,21 +93,23 @@ class CudaDouble(Cuda):
         )
 
     def synchronize(self):
+        if self.closed:
+            raise ContractError("the stream is destroyed")
         queue, self._queue = self._queue, []
         for work in queue:
             work()
 
-    @contextlib.contextmanager
-    def capture(self):
+    def capture(self, work):
         if self._recording is not None:
             raise ContractError("a capture inside a capture")
         graph = types.SimpleNamespace(work=[], alive=True)
-        self._recording = graph.work
         try:
-            yield graph
+            self._recording = graph.work
+            work()
         finally:
             self._recording = None
         self.live_graphs += 1
+        return graph
 
     def launch(self, graph):
         if not graph.alive:

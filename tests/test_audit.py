@@ -131,6 +131,15 @@ def test_an_overflow_is_named_with_its_size_and_what_to_do(tiny_bundle, tmp_path
     assert math.isinf(max(o.carried for o in result.operations if o.name == first.name))
 
 
+def test_a_swiglu_product_beyond_half_precision_is_named_with_its_layer(tiny_bundle, tmp_path):
+    """silu(gate) · up leaves 65,504: the first operation with an infinity is the product that down_proj reads, or down_proj itself."""
+    broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken")
+    for name in ("gate_proj", "up_proj"):
+        scale_weight(broken, f"blocks.{LAYER}.mlp.{name}.weight", 1e4)
+    first = audited(broken, reference_of(broken), "interpreter").first_failure
+    assert first.name.startswith(f"blocks.{LAYER}.mlp.") and first.overflow and first.largest > 65504
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "interpreter"])
 def test_an_underflow_is_named(tiny_bundle, tmp_path, backend):
     broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken")

@@ -54,10 +54,28 @@ def test_the_same_seed_draws_the_same_tokens():
     assert draws(7) == draws(7) != draws(8)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0}, {"top_p": 1.5}, {"seed": -1}])
+BAD_OPTIONS = [
+    *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot", True, [1])),
+    *({"top_k": value} for value in (0, 1.5, "3", True)),
+    *({"top_p": value} for value in (0, 1.5, float("nan"), "0.5", True)),
+    *({"seed": value} for value in (-1, 1.5, "7", None, True)),
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
 def test_bad_sampling_options_are_refused(options):
-    with pytest.raises(InputError, match=next(iter(options))):
+    with pytest.raises(InputError, match=f"^{next(iter(options))}: got "):
         Sampler(**options)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"top_k": 5}, "top_k"), ({"top_p": 0.9}, "top_p"), ({"top_k": 5, "top_p": 0.9}, "top_k and top_p")])
+def test_top_k_and_top_p_at_temperature_0_are_refused_with_the_way_out(options, named):
+    with pytest.raises(InputError, match=f"with {named}, .*leave them out for greedy text, or give a temperature above 0"):
+        Sampler(temperature=0, **options)
+
+
+def test_numpys_numbers_are_numbers():
+    assert Sampler(temperature=np.float32(0.5), top_k=np.int64(2), top_p=np.float64(0.9), seed=np.int64(1))(LOGITS) in (0, 1)
 
 
 def generate(session, prompt, **options) -> tuple[list[int], str]:
@@ -95,6 +113,12 @@ def test_bad_generation_requests_are_refused(tiny_bundle):
             ([1] * 9, {}, "9 tokens and the cache holds 8"),
             ([], {}, "no tokens"),
             ([1], {"max_new_tokens": 0}, "at least 1"),
+            ([1], {"max_new_tokens": 2.5}, "max_new_tokens: got 2.5"),
+            ([1], {"max_new_tokens": "2"}, "max_new_tokens: got '2'"),
+            (5, {}, "prompt: got 5, expected token ids"),
+            (None, {}, "prompt: got None, expected token ids"),
+            ([1.5, 2], {}, "tokens: got float64"),
+            ("abc", {}, "tokens: got <U3"),
         ):
             with pytest.raises(InputError, match=message):
                 generate(session, prompt, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 
@@ -12,18 +13,22 @@ import pytest
 import torch
 from torch import nn
 
+import exporter.trace
+from engines.interpreter.stepper import InterpreterStepper
 from exporter import assemble as assemble_module
 from exporter import traced
 from exporter.assemble import assemble
 from exporter.bundle import GRAPH_FILE, Bundle
-from exporter.contract import BATCH, CAPACITY, COMPONENTS, DTYPES, OPSET, SEQUENCE, TOTAL, TensorSpec, Unit, graph_contract
+from exporter.contract import BATCH, CAPACITY, COMPONENTS, DTYPES, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec, Unit, graph_contract
 from exporter.errors import CheckFailed
+from exporter.export import ExportRequest, export_bundle
 from exporter.feeds import step_feeds
 from exporter.graph_check import check_graph
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.tolerances import tolerance
-from exporter.trace import Fragment, Piece, _trace, trace_fragments
+from exporter.trace import EXAMPLE_SIZES, Fragment, Piece, _trace, trace_fragments
+from exporter.weights import RandomWeights
 from tests.conftest import MAX_POSITIONS, TINY
 
 UNITS = ["block", "stack", "model", *(f"component:{name}" for name in COMPONENTS)]
@@ -235,6 +240,37 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     alone = [text(_trace([piece])[0]) for piece in pieces]
     assert [text(fragment) for fragment in _trace(pieces)] == alone
     assert [text(fragment) for fragment in _trace(pieces[::-1])] == alone[::-1]
+@pytest.mark.parametrize(
+    "sizes", [{BATCH: 3, SEQUENCE: 3, PAST: 3}, dict.fromkeys(EXAMPLE_SIZES, 7), {SEQUENCE: 1}], ids=["B = T = P", "all equal", "one token"]
+)
+def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypatch, sizes):
+    """So no two axes are merged, and nothing depends on the example's length."""
+    unit = Unit.parse("block", TINY)
+    expected = structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph)
+    for name, size in sizes.items():
+        monkeypatch.setitem(EXAMPLE_SIZES, name, size)
+    trace_anew()
+    try:
+        assert structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph) == expected
+    finally:
+        trace_anew()
+
+
+def trace_anew() -> None:
+    """Forgets the traced fragments, which are kept by geometry."""
+    exporter.trace._traced.clear()
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
+def test_every_ratio_of_heads_validates_in_a_graph(tmp_path, n_kv_heads):
+    config = dataclasses.replace(TINY, n_layers=1, n_kv_heads=n_kv_heads)
+    request = ExportRequest(config, Unit.parse("block", config), RandomWeights(config, 0), "fp32", MAX_POSITIONS)
+    export_bundle(request, tmp_path / "bundle")  # raises where onnxruntime strays from eager
+    stepper, eager = InterpreterStepper.from_bundle(Bundle.open(tmp_path / "bundle")), EagerStepper.from_bundle(Bundle.open(tmp_path / "bundle"))
+    x = np.random.default_rng(0).standard_normal((2, 3, TINY.hidden_size)).astype(np.float32)
+    feeds = step_feeds("hidden_states", x, np.array([0, 4]), np.array([3, 3]))
+    got, expected = (one.run(feeds, one.new_cache(2, 16))["hidden_states_out"] for one in (stepper, eager))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------------

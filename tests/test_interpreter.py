@@ -18,6 +18,9 @@ from exporter.block import unseen
 from exporter.contract import numpy_dtype
 from exporter.errors import CheckFailed
 from exporter.feeds import step_feeds
+from exporter.steppers.eager import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.store import bundle_weights
 from tests.planted_faults import doctored, node_of
 
 H, K, D = 4, 2, 16
@@ -125,6 +128,18 @@ def test_a_query_that_sees_nothing_is_not_made_to_look_right():
     shapes = {"q": (2, H, 1, D), "k": (2, K, 4, D), "v": (2, K, 4, D)}
     got = network.run(out, mask=np.zeros((2, 1, 1, 4), bool), **{name: np.ones(shape, np.float16) for name, shape in shapes.items()})
     assert np.isnan(got).all()
+
+
+@pytest.mark.parametrize("kind", [EagerStepper, OnnxruntimeStepper, InterpreterStepper])
+def test_rms_norm_in_a_half_precision_graph_has_float32_statistics(tiny_bundle, kind):
+    """x = 300 everywhere: its square overflows in half, and the output is the weight; a zero row stays zero."""
+    bundle = tiny_bundle("component:rms_norm", "fp16")
+    x = np.zeros((1, 2, 64), np.float16)
+    x[0, 0] = 300
+    (y,) = kind.from_bundle(bundle).run({"x": x}).values()
+    weight = bundle_weights(bundle).read("blocks.0.attention_norm.weight").numpy()
+    np.testing.assert_array_equal(y[0, 0], weight)
+    assert not y[0, 1].any()
 
 
 def test_cache_rows_out_of_range_are_ignored_and_the_others_written_in_place():

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engines.interpreter.stepper import InterpreterStepper
+from exporter.bundle import Bundle
+from exporter.catalogue import ModelConfig
+from exporter.contract import Unit
+from exporter.export import ExportRequest, export_bundle
 from exporter.feeds import step_feeds
-from exporter.steppers.eager import EagerStepper
-from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.weights import RandomWeights
 from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.cuda_double import double_session
@@ -165,16 +169,67 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, rubbish):
 
 
 @FEW
-@given(seed=seeds, fail=st.booleans())
+@given(seed=seeds, rubbish=st.sampled_from([np.inf, -np.inf, np.nan]))
+def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, rubbish):
+    """A longer neighbour in the same run makes the step read, masked, what lies beyond the new sequence's end."""
+    x, y, long = draw(session, seed, 1, 5)[0], draw(session, seed + 1, 1, 1)[0], draw(session, seed + 2, 1, 12)[0]
+    session.reset()
+    slot = session.acquire()
+    session.step({slot: x})
+    clean = session.step({slot: y})[slot]
+    session.reset()
+    neighbour, leaver = session.acquire(), session.acquire()
+    session.step({neighbour: long, leaver: x})
+    for row in range(1, 4):  # the leaver's, and those never used
+        session._cache.write(row, [np.full_like(tensor, rubbish) for tensor in session._cache.read(row, CAPACITY)])
+    session.release(leaver)
+    slot = session.acquire()
+    session.step({slot: x})
+    same(session.step({neighbour: y, slot: y})[slot], clean)
+
+
+class Broken(RuntimeError):
+    """Planted."""
+
+
+def fail_after_writing(session, x) -> None:
+    """A step whose backend leaves NaN where it writes, and dies."""
+    run = session._stepper.run
+
+    def failing(feeds, cache, first_row):
+        run(feeds, cache, first_row)
+        for row, start in enumerate(feeds["write_indices"].tolist(), first_row):
+            tensors = cache.read(row, start + feeds["position_ids"].shape[1])
+            for tensor in tensors:
+                tensor[:, start:] = np.nan
+            cache.write(row, tensors)
+        raise Broken
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Broken):
+        patch.setattr(session._stepper, "run", failing)
+        session.prefill(x)
+
+
+@FEW
+@given(seed=seeds, fail=st.sampled_from(["not at all", "refused", "in the backend"]))
 def test_i5_reset_equals_a_fresh_session_also_after_an_exception(session, seed, fail):
-    b = draw(session, seed + 1, 2, 4)
-    clean, rows = fresh(session, b)
+    b, follow = draw(session, seed + 1, 2, 8), draw(session, seed + 2, 2, 1)
+
+    def run_b() -> tuple[list[np.ndarray], list]:
+        """Of 8 tokens and of 1, then one each: that step reads, masked, a row of the short one that nothing of B has written."""
+        session.reset()
+        return [session.prefill(b, [8, 1]), session.prefill(follow)], caches(session)
+
+    clean, rows = run_b()
     fresh(session, draw(session, seed, 3, 6))
-    if fail:
+    if fail == "refused":
         with pytest.raises(ValueError, match="capacity"):
             session.prefill(draw(session, seed, 3, CAPACITY))
-    again, again_rows = fresh(session, b)
-    np.testing.assert_array_equal(again, clean)
+    elif fail == "in the backend":
+        fail_after_writing(session, draw(session, seed, 3, 5))
+    again, again_rows = run_b()
+    for x, y in zip(again, clean, strict=True):
+        np.testing.assert_array_equal(x, y)
     for one, other in zip(again_rows, rows, strict=True):
         for x, y in zip(one, other, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -236,38 +291,48 @@ def test_i7_left_padding_that_the_mask_hides_changes_nothing(stepper, seed, pad,
     same(got[1], expected[1])
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "interpreter"])
-def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(backend, tmp_path):
-    from exporter.bundle import Bundle
-    from exporter.catalogue import ModelConfig
-    from exporter.contract import Unit
-    from exporter.export import ExportRequest, export_bundle
-    from exporter.weights import RandomWeights
+class Uniform(RandomWeights):
+    """Zero queries and no MLP; V is 4 times the first normed feature in all features, and reaches the output unchanged."""
 
-    config = ModelConfig(hidden_size=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16, vocab_size=8, context_length=16)
+    def read(self, name, columns=slice(None)):
+        weight = super().read(name)
+        if name.endswith("_norm.weight"):
+            weight.fill_(1)
+        if name.endswith(("q_proj.weight", "v_proj.weight")) or ".mlp." in name:
+            weight.zero_()
+        if name.endswith("v_proj.weight"):
+            weight[:, 0] = 4
+        if name.endswith("o_proj.weight"):
+            weight.copy_(torch.eye(16))
+        return weight[..., columns]
 
-    class Uniform(RandomWeights):
-        """Zero queries and no MLP; values reach the output unchanged."""
 
-        def read(self, name, columns=slice(None)):
-            weight = super().read(name)
-            if name.endswith("q_proj.weight") or ".mlp." in name:
-                weight.zero_()
-            if name.endswith("o_proj.weight"):
-                weight.copy_(__import__("torch").eye(16))
-            return weight[..., columns]
+@pytest.fixture(scope="module")
+def uniform(tmp_path_factory) -> Bundle:
+    config = ModelConfig(hidden_size=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16, vocab_size=8, context_length=24)
+    folder = tmp_path_factory.mktemp("uniform") / "bundle"
+    export_bundle(ExportRequest(config, Unit.parse("block", config), Uniform(config, 0), "fp32"), folder, validated=False)
+    return Bundle.open(folder)
 
-    unit = Unit.parse("block", config)
-    export_bundle(ExportRequest(config, unit, Uniform(config, 0), "fp32"), tmp_path / "bundle", validated=False)
-    kinds = {"eager": EagerStepper, "onnxruntime": OnnxruntimeStepper, "interpreter": InterpreterStepper}
-    stepper = kinds[backend].from_bundle(Bundle.open(tmp_path / "bundle"))
-    cache = stepper.new_cache(1, 16)
-    x = np.random.default_rng(0).standard_normal((1, 2, 16)).astype(np.float32)
-    feeds = step_feeds("hidden_states", x, np.array([3]), np.array([2]))
-    stepper.run(feeds, cache)
-    values = cache.arrays[1]
-    values[0, 0, :3] = np.arange(3)[:, None]  # V_j = j for the cached keys; the new rows are what the step wrote
-    out = stepper.run(feeds, cache)["hidden_states_out"]
-    new = values[0, 0, 3:5]
-    same(out[0, 0] - x[0, 0], (0 + 1 + 2 + new[0]) / 4)
-    same(out[0, 1] - x[0, 1], (0 + 1 + 2 + new[0] + new[1]) / 5)
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("widths", [[2], [1, 1]], ids=["prefill", "decode"])
+def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(uniform, backend, widths):
+    """P = 3, T = 2, V_j = j: means of 1.5 and 2.0; an upper-left mask would give 0 and 0.5."""
+    with open_session(uniform, backend) as session:
+        stepper, cache = session._stepper, session._cache
+        x = np.full((1, 2, 16), 0.0, np.float32)
+        for token, value in enumerate((3, 4)):  # rms 1, so that the norm changes nothing, and a first feature of V_j / 4
+            x[0, token] = np.sqrt((16 - (value / 4) ** 2) / 15)
+            x[0, token, 0] = value / 4
+        key, value = cache.read(0, 3)
+        value[:] = np.arange(3)[:, None]
+        cache.write(0, [key, value])
+        outputs, past = [], 3
+        for width in widths:
+            feeds = step_feeds("hidden_states", x[:, past - 3 : past - 3 + width], np.array([past]), np.array([width]))
+            outputs.append(stepper.run(feeds, cache, 0)["hidden_states_out"])
+            past += width
+        means = np.concatenate(outputs, axis=1)[0] - x[0]
+        np.testing.assert_allclose(cache.read(0, 5)[1][0, :, 0], [0, 1, 2, 3, 4], atol=1e-4)
+        np.testing.assert_allclose(means, np.repeat([[1.5], [2.0]], 16, axis=1), atol=1e-4)

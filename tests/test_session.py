@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -9,18 +10,29 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
+from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle import Bundle
+from exporter.contract import Unit
 from exporter.errors import BackendError, InputError, NumericalError
+from exporter.export import ExportRequest, export_bundle
+from exporter.weights import RandomWeights
 from runtime import DecodeSession
 from runtime.plan import Launch, check_fits, plan_padded
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
+from tests.cuda_double import double_session
+from tests.planted_faults import doctored, scale_weight
 
-BACKENDS = ("eager", "onnxruntime")
+BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")  # TensorRT over the double
 
 
-def open_session(bundle: Bundle, backend="onnxruntime", **options) -> DecodeSession:
-    return DecodeSession.open(bundle.folder, backend=backend, **options)
+def open_session(bundle: Bundle, backend="onnxruntime", max_batch=4, cache_capacity=None, **options) -> DecodeSession:
+    if backend == "tensorrt":
+        return double_session(bundle, max_batch, cache_capacity)
+    if backend == "interpreter":
+        return DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), max_batch, cache_capacity)
+    return DecodeSession.open(bundle.folder, backend=backend, max_batch=max_batch, cache_capacity=cache_capacity, **options)
 
 
 def tokens(batch: int, width: int, seed: int = 0) -> np.ndarray:
@@ -28,13 +40,19 @@ def tokens(batch: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 def state(session) -> tuple:
-    return session.lengths.tolist(), [array.copy() for array in session._cache.arrays]
+    return session.lengths.tolist(), cache_of(session)
+
+
+def cache_of(session) -> list[np.ndarray]:
+    """A copy of every cache tensor, [rows, K, C, D], wherever it lies."""
+    rows = [session._cache.read(row, session.cache_capacity) for row in range(session.max_batch)]
+    return [np.stack(tensors) for tensors in zip(*rows, strict=True)]
 
 
 def unchanged(session, before) -> None:
     lengths, arrays = before
     assert session.lengths.tolist() == lengths
-    for array, old in zip(session._cache.arrays, arrays, strict=True):
+    for array, old in zip(cache_of(session), arrays, strict=True):
         np.testing.assert_array_equal(array, old)
 
 
@@ -62,14 +80,44 @@ def test_one_token_too_many_is_refused_before_any_write(tiny_bundle, backend, fi
             assert session.lengths.tolist() == [8]
 
 
-@pytest.mark.parametrize("capacity", [16, 24, 64])
-def test_capacity_is_not_length(tiny_bundle, capacity):
+@pytest.fixture(scope="module")
+def long_bundle(tmp_path_factory) -> Bundle:
+    config = dataclasses.replace(TINY, context_length=1024, n_layers=1)
+    folder = tmp_path_factory.mktemp("long") / "bundle"
+    export_bundle(ExportRequest(config, Unit.parse("model", config), RandomWeights(config, 0), "fp32", 1024), folder, validated=False)
+    return Bundle.open(folder)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_capacity_is_not_length(long_bundle, backend):
     outputs = []
-    for rows in (16, capacity):
-        with open_session(tiny_bundle("model"), cache_capacity=rows) as session:
+    for capacity in (16, 64, 1024):
+        with open_session(long_bundle, backend, cache_capacity=capacity) as session:
             session.prefill(tokens(2, 9))
             outputs.append(session.decode(np.array([1, 2])))
-    np.testing.assert_array_equal(*outputs)
+    for output in outputs[1:]:
+        if backend == "tensorrt":  # its mask is padded up to a bucket, which changes the order of sums
+            np.testing.assert_allclose(output, outputs[0], atol=1e-5)
+        else:
+            np.testing.assert_array_equal(output, outputs[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_position_beyond_the_table_is_the_same_refusal_on_every_backend_before_the_step(tiny_bundle, backend):
+    with open_session(tiny_bundle("model"), backend, cache_capacity=MAX_POSITIONS) as session:  # no cache is larger than the table
+        session.prefill(tokens(1, MAX_POSITIONS))
+        before, runs = state(session), []
+        session._stepper.run = lambda *arguments: runs.append(arguments)
+        with pytest.raises(InputError, match="sequence 0 holds 64 of 64 tokens and was asked for 1 more; nothing was written"):
+            session.decode(np.array([1]))
+        assert not runs
+        unchanged(session, before)
+
+
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
+def test_a_cache_larger_than_the_table_is_refused(tiny_bundle, backend):
+    with pytest.raises(InputError, match=f"cache_capacity: got {MAX_POSITIONS + 1}, .*at most {MAX_POSITIONS}, the positions this graph"):
+        open_session(tiny_bundle("model"), backend, cache_capacity=MAX_POSITIONS + 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -86,7 +134,7 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
         rest = draw(5, 2)
         out = session.prefill(rest, [1, 5])
         assert session.lengths.tolist() == [61, 5]
-        assert all(not array[0, :, 61:].any() for array in session._cache.arrays)
+        assert all(not array[0, :, 61:].any() for array in cache_of(session))
     with open_session(tiny_bundle(unit), backend, cache_capacity=64) as session:
         alone = session.prefill(rest[1:])
         np.testing.assert_allclose(out[1], alone[0], atol=1e-5)
@@ -131,11 +179,11 @@ def test_a_step_that_fails_midway_leaves_lengths_and_rows_and_zeroes_what_it_wro
         with pytest.raises(RuntimeError, match="device lost"):
             session.prefill(tokens(2, 5, 2), [2, 5])
         assert len(calls) == 2
-        for array in session._cache.arrays:
+        for array in cache_of(session):
             assert not array[0, :, 60:].any() and not array[1, :, 3:8].any()
         lengths, arrays = before
         assert session.lengths.tolist() == lengths
-        for array, old in zip(session._cache.arrays, arrays, strict=True):
+        for array, old in zip(cache_of(session), arrays, strict=True):
             np.testing.assert_array_equal(array[0, :, :60], old[0, :, :60])
             np.testing.assert_array_equal(array[1, :, :3], old[1, :, :3])
         monkeypatch.undo()
@@ -157,6 +205,18 @@ def test_outputs_that_are_not_finite_raise_and_leave_the_session_as_it_was(tiny_
             np.testing.assert_array_equal(array[:, :, :3], old)
             assert not array[:, :, 3:].any()
         session.prefill(good)
+
+
+def test_an_overflow_in_half_precision_is_reported_and_never_returned_as_logits(tiny_bundle, tmp_path):
+    """silu(gate) · up beyond 65,504 is inf in down_proj and NaN after it; the interpreter computes in half as a GPU does."""
+    bundle = doctored(tiny_bundle("model", "fp16"), tmp_path / "bundle")
+    for name in ("gate_proj", "up_proj"):
+        scale_weight(bundle, f"blocks.1.mlp.{name}.weight", 1e4)
+    with open_session(bundle, "interpreter", cache_capacity=16) as session:
+        before = state(session)
+        with pytest.raises(NumericalError, match=r"logits: inf or NaN in sequence 0, sequence 1; .*engines compare .* --audit"):
+            session.prefill(tokens(2, 3))
+        unchanged(session, before)
 
 
 def test_rubbish_in_padding_never_enters(tiny_bundle):
@@ -181,6 +241,10 @@ MODEL_FAULTS = [
     (lambda s: s.prefill(tokens(2, 3), [0, 3]), "expected 1 to 3"),
     (lambda s: s.prefill(tokens(2, 3), [4, 3]), "expected 1 to 3"),
     (lambda s: s.prefill(tokens(2, 3), [1.0, 2.0]), "float64"),
+    (lambda s: s.prefill(tokens(2, 3), "ab"), "lengths: got <U2"),
+    (lambda s: s.prefill(None), "tokens: got object"),
+    (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), "no rectangular array"),
+    (lambda s: s.decode(None), "tokens: got object"),
     (lambda s: s.decode(tokens(1, 2)), "expected 1; use prefill"),
     (lambda s: s.prefill(tokens(1, 65)), "holds 0 of 64 tokens and was asked for 65 more"),
 ]
@@ -233,11 +297,24 @@ def test_the_batch_is_fixed_until_reset(tiny_bundle):
         ({"cache_capacity": 0}, InputError, "cache_capacity"),
         ({"cache_capacity": MAX_POSITIONS + 1}, InputError, f"at most {MAX_POSITIONS}"),
         ({"verify": "no"}, InputError, "verify"),
+        ({"max_batch": "4"}, InputError, "max_batch: got '4'"),
+        ({"max_batch": True}, InputError, "max_batch: got True"),
+        ({"max_batch": 2.0}, InputError, "max_batch: got 2.0"),
+        ({"cache_capacity": "8"}, InputError, "cache_capacity: got '8'"),
+        ({"providers": 5}, InputError, "providers: got 5"),
+        ({"providers": [["CPUExecutionProvider"]]}, InputError, r"providers: got \[\['CPU"),
+        ({"backend": None}, InputError, "backend: got None"),
     ],
 )
 def test_bad_options_are_refused(tiny_bundle, options, error, message):
     with pytest.raises(error, match=message):
         DecodeSession.open(tiny_bundle("model").folder, **options)
+
+
+@pytest.mark.parametrize("folder", [None, 5, b"bundle", ["bundle"]])
+def test_a_bundle_that_is_no_path_is_refused(folder):
+    with pytest.raises(InputError, match=r"bundle: got .*, expected the path of its folder"):
+        DecodeSession.open(folder)
 
 
 def test_auto_takes_onnxruntime_and_says_so(tiny_bundle):

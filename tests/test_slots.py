@@ -10,7 +10,7 @@ import pytest
 
 from exporter.errors import InputError
 from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
-from runtime.slots import Move, SlotTable
+from runtime.slots import Held, Move, SlotTable
 
 # --- the slot table ----------------------------------------------------------------------------------------------------
 
@@ -18,43 +18,67 @@ from runtime.slots import Move, SlotTable
 def table_of(*lengths: int, n_rows: int = 4) -> SlotTable:
     table = SlotTable(n_rows)
     for length in lengths:
-        table.advance({table.acquire()[0]: length})
+        table.take(table.free_row(), length)
     return table
 
 
-def test_a_new_slot_takes_the_next_row_and_holds_nothing():
+def leave(table: SlotTable, slot: int) -> list[Move]:
+    """Releases a slot and makes every move that follows."""
+    table.release(slot)
+    moves = []
+    while (move := table.next_move()) is not None:
+        table.moved(move)
+        moves.append(move)
+    return moves
+
+
+def test_a_new_slot_takes_the_next_row_and_holds_what_it_was_given():
     table = table_of(5)
-    assert table.acquire() == (1, 1)
-    assert table.lengths == {0: 5, 1: 0}
+    assert table.free_row() == 1 and table.take(1) == 1 and table.take(2, 7) == 2
+    assert table.lengths == {0: 5, 1: 0, 2: 7}
+
+
+def test_a_free_row_stays_free_until_it_is_taken():
+    table = table_of(5)
+    assert table.free_row() == table.free_row() == 1
+    assert table.lengths == {0: 5}
 
 
 def test_releasing_a_slot_moves_the_last_row_into_its_gap():
     table = table_of(5, 6, 7)
-    assert table.release(0) == Move(2, 0)
-    assert (table.row(1), table.row(2)) == (1, 0)
-    assert (table.length_of_row(0), table.length_of_row(1)) == (7, 6)
+    assert leave(table, 0) == [Move(2, 0)]
+    assert (table.held(1), table.held(2)) == (Held(1, 6), Held(0, 7))
+    assert [table.length_of_row(row) for row in range(4)] == [7, 6, 0, 0]
+
+
+def test_a_gap_that_no_move_has_closed_is_taken_next_or_closed_later():
+    table = table_of(5, 6, 7, 8)
+    table.release(0)
+    assert (table.free_row(), table.held(3)) == (0, Held(3, 8))
+    assert leave(table, 1) == [Move(3, 0), Move(2, 1)]
+    assert table.lengths == {2: 7, 3: 8} and table.free_row() == 2
 
 
 @pytest.mark.parametrize("n_slots", [1, 3])
 def test_releasing_the_last_row_moves_nothing(n_slots):
     table = table_of(*range(n_slots))
-    assert table.release(n_slots - 1) is None
+    assert leave(table, n_slots - 1) == []
     assert table.lengths == {slot: slot for slot in range(n_slots - 1)}
 
 
 def test_numbers_are_never_used_twice():
     table, given = table_of(n_rows=2), []
     for _ in range(10):
-        given.append(table.acquire()[0])
-        table.release(given[-1])
+        given.append(table.take(table.free_row()))
+        leave(table, given[-1])
     assert given == list(range(10))
 
 
-@pytest.mark.parametrize("use", ["row", "length", "release"])
-@pytest.mark.parametrize("slot", [1, 3, -1, "0", None])
+@pytest.mark.parametrize("use", ["held", "release"])
+@pytest.mark.parametrize("slot", [1, 3, -1, "0", None, False, []])
 def test_a_slot_that_is_not_active_is_refused_with_those_that_are(use, slot):
     table = table_of(5, 6, 7)
-    table.release(1)
+    leave(table, 1)
     with pytest.raises(InputError, match=re.escape(f"got {slot!r}, expected one of the active slots [0, 2]")):
         getattr(table, use)(slot)
     assert table.lengths == {0: 5, 2: 7}
@@ -63,20 +87,20 @@ def test_a_slot_that_is_not_active_is_refused_with_those_that_are(use, slot):
 def test_a_full_table_refuses_and_takes_one_again_after_a_release():
     table = table_of(1, 2, n_rows=2)
     with pytest.raises(InputError, match="all 2 are taken; release one"):
-        table.acquire()
+        table.free_row()
     assert table.lengths == {0: 1, 1: 2}
-    table.release(0)
-    assert table.acquire() == (2, 1)
+    leave(table, 0)
+    assert (table.free_row(), table.take(1)) == (1, 2)
 
 
 def test_lengths_are_a_copy_in_the_order_of_acquisition():
     table = table_of(5, 6, 7)
-    table.release(0)
+    leave(table, 0)
     table.advance({2: 10, 1: 1})
     lengths = table.lengths
     assert list(lengths.items()) == [(1, 7), (2, 17)]
     lengths[1] = 99
-    assert table.length(1) == 7
+    assert table.held(1).length == 7
 
 
 def test_active_rows_stay_neighbours_and_follow_every_move():
@@ -85,16 +109,16 @@ def test_active_rows_stay_neighbours_and_follow_every_move():
     for _ in range(2000):
         if table.lengths and (len(table.lengths) == 5 or rng.random() < 0.5):
             slot = int(rng.choice(list(table.lengths)))
-            row, move = table.row(slot), table.release(slot)
-            if move is not None:
+            row = table.held(slot).row
+            for move in leave(table, slot):
                 assert move.destination == row
                 written[move.destination] = written[move.source]
         else:
-            slot, row = table.acquire()
-            written[row] = slot
+            row = table.free_row()
+            written[row] = table.take(row)
         active = list(table.lengths)
-        assert sorted(table.row(slot) for slot in active) == list(range(len(active)))
-        assert all(written[table.row(slot)] == slot for slot in active)
+        assert sorted(table.held(slot).row for slot in active) == list(range(len(active)))
+        assert all(written[table.held(slot).row] == slot for slot in active)
 
 
 # --- plans -------------------------------------------------------------------------------------------------------------

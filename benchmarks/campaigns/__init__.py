@@ -1,1 +1,1 @@
-"""Long runs of faults that are made on purpose; each writes what it saw to benchmarks/records/."""
+"""Long campaigns that are run by hand and recorded in benchmarks/records/; the suite runs the same code small and seeded."""

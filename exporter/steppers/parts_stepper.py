@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -40,8 +41,9 @@ class PartsCache(Cache):
             part.write(row, [tensor for _, tensor in zip(part.read(row, 0), remaining, strict=False)])
 
     def free(self) -> None:
-        for part in self.parts:
-            part.free()
+        with contextlib.ExitStack() as freeing:  # one that cannot be freed keeps none of the others
+            for part in self.parts:
+                freeing.callback(part.free)
 
 
 Part = TypeVar("Part", bound=Stepper)
@@ -60,7 +62,13 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
         self.description = f"{steppers[0].description}, in {len(self.steppers)} parts"
 
     def new_cache(self, n_rows: int, capacity: int) -> PartsCache:
-        return PartsCache([stepper.new_cache(n_rows, capacity) for stepper in self.steppers])
+        with contextlib.ExitStack() as made:
+            caches = []
+            for stepper in self.steppers:
+                caches.append(stepper.new_cache(n_rows, capacity))
+                made.callback(caches[-1].free)
+            made.pop_all()
+        return PartsCache(caches)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
         assert cache is not None, "a component is one graph"
@@ -74,20 +82,19 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
         return feeds
 
     def close(self) -> None:
-        for stepper in self.steppers:
-            stepper.close()
+        with contextlib.ExitStack() as closing:
+            for stepper in self.steppers:
+                closing.callback(stepper.close)
 
 
 def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Part]) -> Part | PartsStepper[Part]:
     """A stepper over a bundle, whether it is one graph or several; steppers already open are closed when a later one fails."""
     if not bundle.manifest.parts:
         return open_part(bundle)
-    steppers: list[Part] = []
-    try:
+    with contextlib.ExitStack() as opened:
+        steppers: list[Part] = []
         for part in bundle.parts:
             steppers.append(open_part(part))
-    except BaseException:
-        for stepper in steppers:
-            stepper.close()
-        raise
+            opened.callback(steppers[-1].close)
+        opened.pop_all()
     return PartsStepper(bundle.manifest.contract, steppers)
