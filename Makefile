@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BENCH_READY := $(VENV)/.bench-ready
 
 MODEL ?= smollm2-135m
 CHECKPOINT ?= $(if $(filter smollm2-135m,$(MODEL)),build/checkpoints/smollm2-135m)
@@ -16,14 +17,15 @@ MAX_BATCH ?=
 MAX_SEQ ?=
 CACHE_CAPACITY ?=
 PROMPT ?= The capital of France is
+QUICK ?=
 
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench-peers gpu-check lint clean
+.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check lint clean
 
 help: ## show this list
-	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
+	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(READY) ## make .venv with everything that the commands and tests need
@@ -71,7 +73,14 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 test: $(READY) checkpoint ## set up and run the tests
 	$(BIN)/python -m pytest
 
-bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxruntime-genai) under build/peers
+bench: $(BENCH_READY) $(if $(QUICK),,checkpoint) ## our step beside everyone else's, all figures and plots; QUICK=1 is a small run without peers
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
+
+$(BENCH_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench-peers: $(BENCH_READY) ## make the environments of other runtimes (optimum, onnxruntime-genai, llama.cpp) under build/peers
 	$(BIN)/python -m benchmarks.peers.environments
 
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.machine import machine, stamp
@@ -25,8 +26,9 @@ OPTIMUM = (
 )
 
 
-def ours(checkpoint: Path, folder: Path) -> dict:
-    return measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--dtype", "fp32", "--no-validate", "-o", str(folder))
+def ours(checkpoint: Path, folder: Path, *extra: str) -> dict:
+    model = ["--checkpoint", str(checkpoint), "--unit", "model", "--dtype", "fp32"]
+    return measure("exporter", "export", *model, *extra, "--no-validate", "-o", str(folder))
 
 
 def optimum(checkpoint: Path, folder: Path) -> dict:
@@ -45,6 +47,23 @@ def genai_builder(checkpoint: Path, folder: Path) -> dict:
     cache = ["-c", str(folder.parent / "cache")]
     arguments = ["-i", str(named), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
+
+
+EXPORTERS = {"ours": ours, "optimum": optimum, "genai": genai_builder}
+
+
+def by_depth(checkpoints: Mapping[int, Path], names: Iterable[str], scratch: Path) -> list[dict]:
+    """Time and peak memory of exporting models of several depths; depth → checkpoint. An exporter that is missing says why."""
+    rows = []
+    for depth, checkpoint in checkpoints.items():
+        for name in names:
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                try:
+                    figures = EXPORTERS[name](checkpoint.absolute(), Path(folder).absolute() / "model")
+                except (PeerMissing, RuntimeError) as reason:
+                    figures = {"not_timed": str(reason).strip().splitlines()[-1]}
+            rows.append({"n_layers": depth, "exporter": name, **figures})
+    return rows
 
 
 def main() -> None:

@@ -1,0 +1,85 @@
+"""llama.cpp, driven through the C interface that llama-cpp-python binds; keys and values are cached in float32."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import llama_cpp
+import numpy as np
+
+from benchmarks.contenders.interface import Base
+
+FLOAT32 = 0  # ggml's number of that type
+BATCH_TOKENS = 512  # its own default: the most tokens that one pass computes
+
+
+@dataclass
+class State:
+    context: ctypes.c_void_p
+    batch: int
+    lengths: list[int] = field(default_factory=list)
+
+
+class Contender(Base[State]):
+    """Its cache could be filled only in its own file format, so a past is computed."""
+
+    can_fill = False
+
+    def __init__(self, model: str, threads: int) -> None:
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"{model}: llama.cpp cannot load it")
+        self._threads = threads
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+
+    def start(self, batch: int, capacity: int) -> State:
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = batch * capacity
+        parameters.n_seq_max = batch
+        parameters.n_batch = parameters.n_ubatch = BATCH_TOKENS
+        parameters.n_threads = parameters.n_threads_batch = self._threads
+        parameters.type_k = parameters.type_v = FLOAT32
+        parameters.kv_unified = False
+        parameters.no_perf = True
+        context = llama_cpp.llama_init_from_model(self._model, parameters)
+        if not context:
+            raise RuntimeError(f"llama.cpp: no context for {batch} sequences of {capacity} tokens")
+        return State(context, batch, [0] * batch)
+
+    def step(self, state: State, tokens: np.ndarray) -> np.ndarray:
+        if tokens.shape[1] == 1:
+            return self._run(state, [(row, int(token), True) for row, (token,) in enumerate(tokens)])
+        return np.concatenate([self._prefill(state, row, sequence) for row, sequence in enumerate(tokens)])
+
+    def _prefill(self, state: State, row: int, sequence: np.ndarray) -> np.ndarray:
+        """One sequence, in passes of BATCH_TOKENS; logits of its last token."""
+        for start in range(0, len(sequence), BATCH_TOKENS):
+            chunk = sequence[start : start + BATCH_TOKENS]
+            last = start + len(chunk) == len(sequence)
+            logits = self._run(state, [(row, int(token), last and index == len(chunk) - 1) for index, token in enumerate(chunk)])
+        return logits
+
+    def _run(self, state: State, entries: list[tuple[int, int, bool]]) -> np.ndarray:
+        """One pass over (sequence, token, whether its logits are wanted)."""
+        batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
+        try:
+            batch.n_tokens = len(entries)
+            for index, (row, token, wanted) in enumerate(entries):
+                batch.token[index], batch.pos[index] = token, state.lengths[row]
+                batch.n_seq_id[index], batch.seq_id[index][0], batch.logits[index] = 1, row, wanted
+                state.lengths[row] += 1
+            status = llama_cpp.llama_decode(state.context, batch)
+            if status:
+                raise RuntimeError(f"llama.cpp: llama_decode answers {status}")
+            wanted_at = [index for index, entry in enumerate(entries) if entry[2]]
+            rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(state.context, index), (self._vocabulary,)) for index in wanted_at]
+            return np.stack(rows).copy() if rows else np.empty((0, self._vocabulary), np.float32)
+        finally:
+            llama_cpp.llama_batch_free(batch)
+
+    def drop(self, state: State) -> None:
+        llama_cpp.llama_free(state.context)
