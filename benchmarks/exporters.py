@@ -40,12 +40,12 @@ def genai_builder(checkpoint: Path, folder: Path) -> dict:
     named = folder.parent / "checkpoint"
     named.mkdir()
     for path in checkpoint.iterdir():
-        (named / path.name).symlink_to(path)
+        (named / path.name).symlink_to(path.absolute())
     (named / "config.json").unlink()
     config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
     (named / "config.json").write_text(json.dumps(config))
     cache = ["-c", str(folder.parent / "cache")]
-    arguments = ["-i", str(named), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
+    arguments = ["-i", str(named), "-o", str(folder.absolute()), "-p", "fp32", "-e", "cpu", *cache]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
 
 
@@ -59,7 +59,7 @@ def by_depth(checkpoints: Mapping[int, Path], names: Iterable[str], scratch: Pat
         for name in names:
             with tempfile.TemporaryDirectory(dir=scratch) as folder:
                 try:
-                    figures = EXPORTERS[name](checkpoint.absolute(), Path(folder).absolute() / "model")
+                    figures = EXPORTERS[name](checkpoint, Path(folder) / "model")
                 except (PeerMissing, RuntimeError) as reason:
                     figures = {"not_timed": str(reason).strip().splitlines()[-1]}
             rows.append({"n_layers": depth, "exporter": name, **figures})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
@@ -12,6 +13,7 @@ import numpy as np
 from benchmarks.contenders.interface import Base
 
 FLOAT32 = 0  # ggml's number of that type
+ERROR_LEVEL = 4  # ggml's number of that level
 BATCH_TOKENS = 512  # its own default: the most tokens that one pass computes
 
 
@@ -22,12 +24,19 @@ class State:
     lengths: list[int] = field(default_factory=list)
 
 
+@llama_cpp.llama_log_callback
+def _only_errors(level: int, text: bytes, _: object) -> None:
+    if level == ERROR_LEVEL:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
 class Contender(Base[State]):
     """Its cache could be filled only in its own file format, so a past is computed."""
 
     can_fill = False
 
     def __init__(self, model: str, threads: int) -> None:
+        llama_cpp.llama_log_set(_only_errors, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         if not self._model:
