@@ -37,7 +37,7 @@ LINEUP = (
     Entry(OURS, "ours", "bundle"),
     Entry("optimum", "optimum", "optimum", "optimum"),
     Entry("genai", "genai", "genai", "genai"),
-    Entry("llama.cpp", "llama_cpp", "gguf F32", "llama_cpp"),
+    Entry("llama.cpp", "llama_cpp", "gguf F32", "llama_cpp", options={"float32": True}),
     Entry("llama.cpp F16", "llama_cpp", "gguf F16", "llama_cpp", weights="F16"),
     Entry("llama.cpp Q8_0", "llama_cpp", "gguf Q8_0", "llama_cpp", weights="Q8_0"),
     Entry("llama.cpp Q4_1", "llama_cpp", "gguf Q4_1", "llama_cpp", weights="Q4_1"),

@@ -79,11 +79,13 @@ class Models:
 
 
 def _bundle(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
-    return exporters.ours(models.checkpoint, file, *arguments)
+    """For the whole of the model's context: the capacities of the sweep go beyond what is exported by default."""
+    context = json.loads((models.checkpoint / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    return exporters.ours(models.checkpoint, file, "--max-positions", str(context), *arguments)
 
 
 def _engine(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
-    exporters.ours(models.checkpoint, file, *arguments)
+    _bundle(models, file, arguments)
     return measure("engines", "build", str(file), "--backend", "tensorrt", "--max-seq-len", "1024", "--cache-capacity", "2048")
 
 

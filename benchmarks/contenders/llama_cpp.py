@@ -1,4 +1,4 @@
-"""llama.cpp, driven through the C interface that llama-cpp-python binds; keys and values are cached in float32."""
+"""llama.cpp, driven through the C interface that llama-cpp-python binds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks.contenders.interface import Base
 
 FLOAT32 = 0  # ggml's number of that type
+FUSED_NEVER = 0  # llama.cpp's number of "flash attention: disabled"
 ERROR_LEVEL = 4  # ggml's number of that level
 BATCH_TOKENS = 512  # its own default: the most tokens that one pass computes
 
@@ -31,17 +32,21 @@ def _only_errors(level: int, text: bytes, _: object) -> None:
 
 
 class Contender(Base[State]):
-    """Its cache could be filled only in its own file format, so a past is computed."""
+    """Its cache could be filled only in its own file format, so a past is computed.
+
+    With `float32` keys and values are cached in float32, and attention is computed in it: its fused form works in halves. Without,
+    both are as llama.cpp chooses by itself.
+    """
 
     can_fill = False
 
-    def __init__(self, model: str, threads: int) -> None:
+    def __init__(self, model: str, threads: int, float32: bool = False) -> None:
         llama_cpp.llama_log_set(_only_errors, None)
         llama_cpp.llama_backend_init()
         self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"{model}: llama.cpp cannot load it")
-        self._threads = threads
+        self._threads, self._float32 = threads, float32
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self.version = f"llama-cpp-python {version('llama-cpp-python')}"
 
@@ -51,7 +56,9 @@ class Contender(Base[State]):
         parameters.n_seq_max = batch
         parameters.n_batch = parameters.n_ubatch = BATCH_TOKENS
         parameters.n_threads = parameters.n_threads_batch = self._threads
-        parameters.type_k = parameters.type_v = FLOAT32
+        if self._float32:
+            parameters.type_k = parameters.type_v = FLOAT32
+            parameters.flash_attn_type = FUSED_NEVER
         parameters.kv_unified = False
         parameters.no_perf = True
         context = llama_cpp.llama_init_from_model(self._model, parameters)
