@@ -22,7 +22,7 @@ QUICK ?=
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check lint clean
+.PHONY: help setup checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check doctor lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK):"
@@ -85,6 +85,9 @@ bench-peers: $(BENCH_READY) ## make the environments of other runtimes (optimum,
 
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
+
+doctor: $(READY) ## what is installed, what really works here, and how to mend what does not
+	$(BIN)/python -m runtime doctor
 
 lint: $(READY) ## check the code's style and types
 	$(BIN)/ruff check .

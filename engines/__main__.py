@@ -13,10 +13,10 @@ from engines.backend import Backend, choose_backend
 from engines.build import BuildRequest, build_onnx, build_parts
 from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
-from engines.records import EngineRecord, read_records
 from exporter import cli
 from exporter.bundle import Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import InputError
 from exporter.placing import write_atomically
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-build", description="From a bundle, or any ONNX file, to a TensorRT engine.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     build = commands.add_parser("build", help="check a graph and compile it; needs no GPU with tensorrt-rtx")
     build.add_argument("bundle", nargs="?", metavar="BUNDLE", help="the bundle's folder; the engine goes into it")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass
 from types import ModuleType
 
 from engines.gpu import visible_gpus
 from exporter.errors import BackendError
+
+log = logging.getLogger(__name__)
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 INSTALL = {name: f"pip install 'blockline[{name}]'" for name in MODULES}
@@ -72,4 +75,5 @@ def _load(name: str, reason: str) -> Backend:
     version = trt.__version__
     if name == "tensorrt" and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TENSORRT:
         raise BackendError(f"backend tensorrt: got version {version}, expected {'.'.join(map(str, OLDEST_TENSORRT))} or newer")
+    log.info("%s %s (%s)", name, version, reason)
     return Backend(name, trt, version, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -14,19 +15,23 @@ from typing import Any
 import onnx
 
 from engines.backend import Backend
-from engines.checks import check_network
+from engines.checks import check_network, check_weight_format
 from engines.gpu import visible_gpus
 from engines.network import ParsedNetwork, parse_network
 from engines.options import BuildOptions, apply_options, check_options
 from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
 from engines.progress import BuildProgress
-from engines.records import EngineRecord, publish, read_records
-from engines.source import check_attention_nodes, check_cache_axes, fix_capacity, input_axes, load_source
+from engines.records import publish
+from engines.source import check_attention_nodes, check_cache_axes, input_axes, load_source
 from exporter.bundle import GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import CheckFailed, InputError
+from exporter.fixed_capacity import fix_capacity
 from exporter.memory import peak_memory_bytes
 from exporter.placing import temporary_file
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> P
     """
     manifest = bundle.manifest
     check_in_place(bundle)
+    check_weight_format(manifest)
     if manifest.parts:
         raise InputError(f"bundle {bundle.folder}: it lies in {len(manifest.parts)} parts, expected one graph; prepare each of its parts")
     capacity = None
@@ -176,6 +182,7 @@ def _build(
     parsed, backend = prepared.parsed, prepared.parsed.backend
     for note in prepared.notes:
         say(f"note: {note}")
+    log.info("building %s for cache capacity %s: %s", name, prepared.cache_capacity, options)
     read_records(folder)  # a damaged engines.json shows before the build, not after it
     compute_capability, portability = _portability(backend, options)
     started = time.perf_counter()
@@ -206,6 +213,7 @@ def _build(
                 graph.write_bytes(prepared.model.SerializeToString(deterministic=True))
                 os.replace(graph, folder / graph_file)
         publish(folder, temporary, record)
+    log.info("%s: %.1f MiB in %.2f s, %d profiles", folder / name, record.size_bytes / 2**20, record.build_seconds, len(record.profiles))
     return record
 
 

@@ -8,10 +8,22 @@ from exporter.errors import BackendError, CheckFailed
 
 # Every layer type that a graph of this project parses to. Another one is no error, only new: it is noted.
 KNOWN_LAYERS = {
-    "ACTIVATION", "ATTENTION_INPUT", "ATTENTION_OUTPUT", "CAST", "CONCATENATION", "CONSTANT", "ELEMENTWISE", "FILL", "GATHER", "KV_CACHE_UPDATE",
-    "MATRIX_MULTIPLY", "NORMALIZATION", "REDUCE", "ROTARY_EMBEDDING", "SELECT", "SHAPE", "SHUFFLE", "SLICE", "SQUEEZE", "UNARY", "UNSQUEEZE",
+    "ACTIVATION", "ATTENTION_INPUT", "ATTENTION_OUTPUT", "CAST", "CONCATENATION", "CONSTANT", "DEQUANTIZE", "ELEMENTWISE", "FILL", "GATHER",
+    "KV_CACHE_UPDATE", "MATRIX_MULTIPLY", "NORMALIZATION", "REDUCE", "ROTARY_EMBEDDING", "SELECT", "SHAPE", "SHUFFLE", "SLICE", "SQUEEZE",
+    "UNARY", "UNSQUEEZE",
 }  # fmt: skip
 SMALLEST_RTX_HEAD_DIM = 16
+
+
+def check_weight_format(manifest: Manifest) -> None:
+    """Refuses weights in integers that TensorRT's parser does not read.
+
+    Raises:
+        BackendError: they have zero points.
+    """
+    if manifest.weight_format is not None and not manifest.weight_format.symmetric:
+        got = manifest.weight_format.dtype
+        raise BackendError(f"tensorrt: this bundle's weights are {got} with zero points, which its parser refuses; export with --weights {got[1:]}")
 
 
 def check_network(parsed: ParsedNetwork, manifest: Manifest | None = None) -> list[str]:

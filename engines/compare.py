@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import numpy as np
 
 from engines.audit import BackendAudit, Reference, audit, make_reference
 from engines.backend import choose_backend
+from engines.checks import check_weight_format
 from engines.cuda import RuntimeCuda
 from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, Observer, StepperObserver
@@ -20,17 +22,19 @@ from engines.tensorrt_parts import find_engines, open_engines
 from exporter.bundle import Bundle, check_in_place
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
-from exporter.export import open_onnxruntime
+from exporter.export import open_onnxruntime, reference_weights
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.store import bundle_weights
+from exporter.timing import timed
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record
-from exporter.weights import RandomWeights, RoundedWeights, WeightSource
+from exporter.weights import RandomWeights, WeightSource
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")
 AUDITED = ("onnxruntime", "interpreter")
@@ -171,7 +175,7 @@ class Comparer:
         recordings, descriptions = {}, {}
         for name in backends:
             self.say(f"run: {name}")
-            with self.open(name) as stepper:
+            with self.open(name) as stepper, timed(log, "%s: every scenario", name):
                 recordings[name] = self.record(stepper)
                 descriptions[name] = stepper.description
         reference = backends[0]
@@ -208,7 +212,7 @@ class Comparer:
             stepper = open_onnxruntime(self.bundle, self.scratch)
             stepper.description += ", through the graph's float32 twin"
         else:
-            stepper = open_parts(self.bundle, lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider))
+            stepper = open_parts(self.bundle, lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider, integer_products=False))
         try:
             yield stepper
         finally:
@@ -285,21 +289,18 @@ def compare_bundle(
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
-    manifest = bundle.manifest
-    if weights is None:
-        weights = _own_weights(bundle, say)
-    weights = RoundedWeights(weights, manifest.dtype)
+    weights = reference_weights(bundle, weights or _own_weights(bundle, say))
     limits = run_limits(bundle, request, backends)
     with tempfile.TemporaryDirectory() as scratch:
         return Comparer(bundle, request, say, weights, limits, Path(scratch)).run(backends, left_out)
 
 
-def _own_weights(bundle: Bundle, say: Say) -> WeightSource:
+def _own_weights(bundle: Bundle, say: Say) -> WeightSource | None:
     manifest = bundle.manifest
     if manifest.weights["source"] == "random":
         return RandomWeights(manifest.config, manifest.weights["seed"])
     say("weights: the bundle's own; give --checkpoint to hold them against their source")
-    return bundle_weights(bundle)
+    return None
 
 
 def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -313,6 +314,7 @@ def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], d
         return request.backends, {}
     left_out = {}
     try:
+        check_weight_format(bundle.manifest)
         choose_backend(request.parser)
     except BackendError as error:
         if request.parser != "auto":

@@ -18,14 +18,28 @@ class Gpu:
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process can use; empty without a driver or a device."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    cuda = _driver()
+    if cuda is None:
         return []
     count = ctypes.c_int()
     if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
     return [_describe(cuda, index) for index in range(count.value)]
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver knows, such as (13, 0); None without a driver."""
+    cuda, version = _driver(), ctypes.c_int()
+    if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:

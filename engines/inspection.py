@@ -11,9 +11,10 @@ from engines.build import BuildRequest, Prepared, prepare_bundle
 from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.profiles import Profile
-from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
+from engines.records import check_engine, check_lineage, check_runnable
 from exporter.bundle import Bundle, Manifest
 from exporter.contract import DTYPES
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import BundleError
 from exporter.ledger import Ledger
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ import onnx
 
 from engines.backend import Backend
 from exporter.errors import BackendError, CheckFailed
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 DTYPE_NAMES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT64": "int64", "INT32": "int32", "BOOL": "bool", "INT8": "int8", "INT4": "int4"}
 
@@ -107,7 +111,11 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
         raise BackendError(f"{backend}: it cannot create a builder: {' '.join(logger.errors[-1:])}")
     network = builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse(model.SerializeToString(), str(path)):
+    with timed(log, "%s parsed by %s", path, backend):
+        good = parser.parse(model.SerializeToString(), str(path))
+    for warning in logger.warnings:
+        log.debug("%s: %s", backend, warning)
+    if not good:
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         reasons = [f"{error.node_name() or error.node_operator()}: {error.desc()}" for error in errors]
         raise CheckFailed(f"{path}: {backend} does not parse it:\n  " + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"]))
@@ -115,6 +123,7 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
     parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
     parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
     _read_layers(parsed)
+    log.info("%d layers, %d attentions, %d cache updates", network.num_layers, len(parsed.attention), len(parsed.cache_updates))
     return parsed
 
 

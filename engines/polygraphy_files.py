@@ -16,12 +16,11 @@ import numpy as np
 from exporter.bundle import Bundle
 from exporter.contract import Contract, TensorSpec, numpy_dtype
 from exporter.errors import BackendError, InputError
+from exporter.export import reference_weights
 from exporter.placing import write_atomically
 from exporter.scenarios import RunLimits, cache_scenarios
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.protocol import Cache, Stepper
-from exporter.store import bundle_weights
-from exporter.weights import RoundedWeights
 
 try:
     from polygraphy.backend.base import BaseRunner
@@ -100,7 +99,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
         raise InputError(f"polygraphy: got a {manifest.unit}, which has no steps; polygraphy run makes inputs for it by itself")
     if manifest.dtype == "bf16":
         raise InputError("polygraphy: got a bf16 bundle, and its files hold numpy arrays, which have no such dtype; export with --dtype fp16 or fp32")
-    weights = RoundedWeights(bundle_weights(bundle), manifest.dtype)
+    weights = reference_weights(bundle)
     reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, weights)
     rng = np.random.default_rng(seed)
     for scenario in cache_scenarios(manifest.max_positions, limits):

@@ -1,110 +1,21 @@
-"""engines.json: one record per engine of a bundle, and the question whether an engine may be used here."""
+"""Engines and their records: put in place together, and the question whether an engine may be used here.
+
+What a record holds and how engines.json is read is in `exporter.engine_records`, which `python -m exporter verify` shares.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engines.gpu import Gpu
-from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json
+from exporter.bundle import ENGINES_FILE, Bundle
+from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, records_json
 from exporter.errors import BundleError
 from exporter.placing import write_atomically
-
-FORMAT_VERSION = 1
-BUILD_OPTIONS = ("version_compatible",)  # what deciding about an engine needs of its options
-
-
-@dataclass(frozen=True)
-class EngineRecord:
-    """What is known of one engine.
-
-    Attributes:
-        file, size_bytes, sha256: the engine's file in the folder.
-        graph_file: the ONNX file with the capacity fixed that it was built from.
-        backend, version: "tensorrt" or "tensorrt-rtx", and its version.
-        compute_capability: of the GPU it was built on, or None where it is portable.
-        portability: the GPUs it is meant for, in words.
-        profiles: names and ranges.
-        cache_capacity: cache rows per sequence; None where the graph has no cache.
-        dtypes: tensor name → dtype of every input and output.
-        lineage: SHA-256 of the graph and weights it came from, by file name.
-        options: how it was built.
-        build_seconds, peak_memory_bytes: what the build took.
-    """
-
-    file: str
-    size_bytes: int
-    sha256: str
-    graph_file: str
-    backend: str
-    version: str
-    compute_capability: str | None
-    portability: str
-    profiles: list[dict]
-    cache_capacity: int | None
-    dtypes: dict[str, str]
-    lineage: dict[str, str]
-    options: dict
-    build_seconds: float
-    peak_memory_bytes: int
-
-    def decode_capacity(self) -> int:
-        """Cache rows per sequence of an engine to decode with.
-
-        Raises:
-            BundleError: it has none.
-        """
-        if self.cache_capacity is None:
-            raise BundleError(f"engine {self.file}: its record has no cache_capacity, expected a number to decode with; build again")
-        return self.cache_capacity
-
-
-def read_records(folder: Path) -> list[EngineRecord]:
-    """The records of a folder, none where there is no engines.json.
-
-    Raises:
-        BundleError: engines.json is damaged or of an unknown format.
-    """
-    path = folder / ENGINES_FILE
-    if not path.is_file():
-        return []
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format_version"] != FORMAT_VERSION:
-            raise BundleError(f"{path}: got format_version {data['format_version']!r}, expected {FORMAT_VERSION}; build again")
-        return [_typed(EngineRecord(**record)) for record in data["engines"]]
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        if isinstance(error, BundleError):
-            raise
-        raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
-
-
-def _typed(record: EngineRecord) -> EngineRecord:
-    """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
-    kinds: dict[type | tuple[type, ...], tuple[str, ...]] = {
-        str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
-        dict: ("dtypes", "lineage", "options"),
-        list: ("profiles",),
-        (int, float): ("size_bytes", "build_seconds", "peak_memory_bytes"),
-        (str, type(None)): ("compute_capability",),
-        (int, type(None)): ("cache_capacity",),
-    }
-    for kind, names in kinds.items():
-        for name in names:
-            if not isinstance(getattr(record, name), kind) or isinstance(getattr(record, name), bool):
-                raise TypeError(f"{name} is {type(getattr(record, name)).__name__}")
-    if Path(record.file).name != record.file or Path(record.graph_file).name != record.graph_file:
-        raise TypeError("it names a file outside of its folder")
-    if set(BUILD_OPTIONS) - set(record.options):
-        raise TypeError(f"options miss {sorted(set(BUILD_OPTIONS) - set(record.options))}")
-    for profile in record.profiles:
-        profile["name"], {name: (r["min"], r["opt"], r["max"]) for name, r in profile["ranges"].items()}
-    return record
 
 
 def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:
@@ -115,13 +26,9 @@ def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:
     """
     with locked(folder):
         others = [other for other in read_records(folder) if other.file != record.file]
-        _write(folder, others)
+        write_atomically(folder / ENGINES_FILE, records_json(others))
         os.replace(temporary_engine, folder / record.file)
-        _write(folder, [*others, record])
-
-
-def _write(folder: Path, records: list[EngineRecord]) -> None:
-    write_atomically(folder / ENGINES_FILE, to_json({"format_version": FORMAT_VERSION, "engines": [asdict(r) for r in records]}))
+        write_atomically(folder / ENGINES_FILE, records_json([*others, record]))
 
 
 @contextlib.contextmanager
@@ -141,11 +48,9 @@ def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> No
     Raises:
         BundleError: the file is missing or not the one that was built.
     """
-    path = folder / record.file
-    if not path.is_file():
-        raise BundleError(f"engine {path}: it is missing; build again")
-    if path.stat().st_size != record.size_bytes or (verify == "full" and sha256_of(path) != record.sha256):
-        raise BundleError(f"engine {path}: it is not the file that was built (size or SHA-256 differ); build again")
+    problem = file_problem(folder, record, verify)
+    if problem:
+        raise BundleError(f"engine {folder / record.file}: {problem}")
 
 
 def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
@@ -154,7 +59,7 @@ def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
     Raises:
         BundleError: names what changed.
     """
-    changed = sorted(name for name, checksum in bundle.lineage.items() if record.lineage.get(name) != checksum)
+    changed = changed_origins(bundle, record)
     if changed:
         raise BundleError(f"engine {bundle.folder / record.file}: {', '.join(changed)} changed since it was built; build again")
 

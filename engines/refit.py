@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import replace
@@ -9,10 +10,14 @@ from dataclasses import replace
 from engines.backend import Backend
 from engines.gpu import visible_gpus
 from engines.network import create_logger
-from engines.records import EngineRecord, check_engine, check_runnable, publish
+from engines.records import check_engine, check_runnable, publish
 from exporter.bundle import GRAPH_FILE, Bundle, sha256_of
+from exporter.engine_records import EngineRecord
 from exporter.errors import BundleError, CheckFailed
 from exporter.placing import temporary_file
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 
 def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> EngineRecord:
@@ -31,7 +36,8 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
         raise BundleError(f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again")
     check_runnable(record, backend.name, backend.version, visible_gpus())
     started = time.perf_counter()
-    serialized = _refitted(bundle, backend, record)
+    with timed(log, "%s refitted with the weights of %s", record.file, bundle.folder):
+        serialized = _refitted(bundle, backend, record)
     with temporary_file(bundle.folder, record.file) as temporary:
         with open(temporary, "wb") as file:
             file.write(serialized)

@@ -59,18 +59,6 @@ def input_axes(model: onnx.ModelProto) -> Axes:
     }
 
 
-def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
-    """Makes `cache_capacity` the given number wherever an input or output names it; TensorRT's cache update needs it static.
-
-    Inferred shapes inside the graph are dropped: they would still carry the symbol.
-    """
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param == CAPACITY:
-                dim.dim_value = capacity
-    del model.graph.value_info[:]
-
-
 def check_cache_axes(path: Path, model: onnx.ModelProto) -> None:
     """Refuses cache updates of inputs that still have a dynamic axis beside the batch; TensorRT's cache update has none.
 

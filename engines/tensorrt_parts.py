@@ -10,10 +10,10 @@ import numpy as np
 
 from engines.cuda import Cuda
 from engines.dlpack import DeviceTensor
-from engines.records import EngineRecord
 from engines.tensorrt_stepper import TensorRTStepper, find_engine, open_tensorrt
 from exporter.bundle import Bundle
 from exporter.contract import Contract
+from exporter.engine_records import EngineRecord
 from exporter.errors import BundleError
 from exporter.steppers.parts_stepper import PartsCache, PartsStepper, open_parts
 from exporter.steppers.protocol import OnDevice
@@ -44,13 +44,13 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
         return self.steppers[-1].run_on_device(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
 
 
-def find_engines(bundle: Bundle, cache_capacity: int | None) -> list[EngineRecord]:
+def find_engines(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> list[EngineRecord]:
     """The engine of each graph of a bundle that can be used here; raises as `find_engine`.
 
     Raises:
         BundleError: the parts' engines have different cache capacities.
     """
-    records = [find_engine(part, cache_capacity) for part in bundle.parts]
+    records = [find_engine(part, cache_capacity, verify) for part in bundle.parts]
     capacities = sorted({record.decode_capacity() for record in records})
     if len(capacities) > 1:
         raise BundleError(f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again")

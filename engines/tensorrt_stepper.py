@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from engines.cuda import ALIGNMENT_BYTES, Cuda
 from engines.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.gpu import visible_gpus
 from engines.network import create_logger, dtype_name
-from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, read_records
+from engines.records import check_engine, check_lineage, check_runnable
 from exporter.bundle import Bundle
 from exporter.contract import BATCH, CAPACITY, Contract, TensorSpec, numpy_dtype
+from exporter.engine_records import EngineRecord, file_problem, read_records
 from exporter.errors import BackendError, BundleError, InputError
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
+
+log = logging.getLogger(__name__)
 
 GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
 MAX_GRAPHS = 32
@@ -348,15 +352,17 @@ def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
 # --- choosing an engine --------------------------------------------------------------------------------------------------
 
 
-def find_engine(bundle: Bundle, cache_capacity: int | None) -> EngineRecord:
+def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
     """The engine of a bundle that can be used here.
 
     Args:
         bundle: an opened bundle.
         cache_capacity: what the caller asked for; None takes any.
+        verify: "full" takes the engine's checksum too; it holds weights of its own.
 
     Raises:
         BackendError: there is none; says why for each that there is.
+        BundleError: the one to use is not the file that was built, found by a full check; another would be a silent substitute.
     """
     gpus = visible_gpus()
     if not gpus:
@@ -375,6 +381,9 @@ def find_engine(bundle: Bundle, cache_capacity: int | None) -> EngineRecord:
         if cache_capacity not in (None, capacity):
             reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
             continue
+        if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
+            raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
+        log.info("engine %s: chosen, %s %s, cache capacity %s", record.file, record.backend, record.version, record.cache_capacity)
         return record
     raise BackendError(
         "backend tensorrt: " + ("; ".join(reasons) or f"bundle {bundle.folder} has no engine; build one with `python -m engines build`")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from exporter import cli
 from exporter.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
-from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, Unit, lookup_dtype, weight_shapes
+from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, WEIGHT_FORMATS, Unit, WeightFormat, lookup_dtype, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
 from exporter.roofline import Step, roofline
@@ -27,7 +27,7 @@ ROOFLINE_ARGUMENTS = ("bandwidth", "flops", "unit", "batch", "seq_len", "dtype",
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-export", description="From a checkpoint to a validated ONNX bundle.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     params = commands.add_parser("params", help="print what a model costs: parameters, bytes, KV cache, FLOPs")
     params.add_argument("--model", required=True, metavar="NAME", help=f"one of {', '.join(CATALOGUE)}")
@@ -56,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_format(validate)
     validate.set_defaults(run=_validate)
 
-    verify = commands.add_parser("verify", help="check every file of a bundle against its checksum and its graph against the contract")
+    verify = commands.add_parser("verify", help="check every file of a bundle, its graph against the contract, and where its engines came from")
     verify.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
+    cli.add_format(verify)
     verify.set_defaults(run=_verify)
     return parser
 
@@ -87,6 +88,12 @@ def _add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--layers", metavar="N|A:B", help="the first N layers, or layers A to B-1; a block takes layer 0")
     export.add_argument("--dtype", default="fp16", metavar="DTYPE", help=f"one of {', '.join(DTYPES)} (default fp16)")
     export.add_argument("--attention-dtype", metavar="DTYPE", help="fp32 computes attention in float32 between casts (default: the dtype)")
+    export.add_argument(
+        "--weights",
+        metavar="FORMAT",
+        help=f"store matrices in integers with a scale a block: {', '.join(WEIGHT_FORMATS)}; TensorRT takes the signed ones only",
+    )
+    export.add_argument("--block-size", type=int, metavar="N", help="weights that share a scale, a power of two of at least 16 (default 32)")
     export.add_argument("--seed", type=int, default=0, help="of random weights, where there is no checkpoint (default 0)")
     export.add_argument(
         "--max-positions", type=int, metavar="N", help=f"longest sequence (default {DEFAULT_MAX_POSITIONS}, at most the model's context)"
@@ -270,9 +277,18 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
         max_positions=arguments.max_positions,
         attention_dtype=arguments.attention_dtype,
         n_parts=n_parts,
+        weight_format=_weight_format(arguments),
         provenance=provenance,
         **extra,
     )
+
+
+def _weight_format(arguments: argparse.Namespace) -> WeightFormat | None:
+    if arguments.weights is None:
+        if arguments.block_size is not None:
+            raise InputError(f"block size: got {arguments.block_size} without --weights, expected one of {', '.join(WEIGHT_FORMATS)} there")
+        return None
+    return WeightFormat(arguments.weights) if arguments.block_size is None else WeightFormat(arguments.weights, arguments.block_size)
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -314,14 +330,16 @@ def _say_control(section: dict) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from exporter.bundle import Bundle
-    from exporter.graph_check import check_graph
+    from exporter.verify import verify_bundle
 
-    bundle = Bundle.open(arguments.bundle, verify="full")
-    for part in bundle.parts:
-        check_graph(part.graph_path, part.manifest.contract)
-    checked = [*bundle.manifest.files, *bundle.check_engines()]
-    cli.say(f"{bundle.folder}: {', '.join(checked)} match their checksums, the graph keeps its contract")
+    verification = verify_bundle(arguments.bundle)
+    if arguments.format == "json":
+        cli.print_json(verification.to_dict())
+    verification.check()
+    if arguments.format == "table":
+        cli.say(f"{verification.folder}: {', '.join(verification.files)} are as they were written, the graph keeps its contract")
+        if verification.others:
+            cli.say(f"not the bundle's, and not looked at: {', '.join(verification.others)}")
 
 
 def main(arguments: list[str] | None = None) -> int:

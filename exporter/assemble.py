@@ -26,13 +26,16 @@ from exporter.contract import (
     Contract,
     TensorSpec,
     Unit,
+    WeightFormat,
     graph_contract,
     numpy_dtype,
     part_contract,
 )
+from exporter.quantize import is_quantized
 from exporter.trace import Fragment, Piece, trace_fragments
 
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
+QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class StoredTensor:
         dtype: dtype name it is stored in.
         shape: as stored; transposed says that this is the weight's shape reversed.
         transposed: the graph stores block projections [in, out]; the weight is [out, in].
+        part: which tensor of a weight stored in integers it is, one of `QUANTIZED_PARTS`; "" where it is the weight itself.
     """
 
     name: str
@@ -52,32 +56,47 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
+    part: str = ""
 
     @property
     def n_bytes(self) -> int:
-        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+        size = math.prod(self.shape)
+        return -(-size // 2) if self.dtype.endswith("int4") else size * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass
 class AssembledGraph:
-    """A whole graph whose initializers hold no data yet, the list of what they must hold, in file order, and its contract."""
+    """A whole graph whose initializers hold no data yet, and the list of what they must hold, in file order.
+
+    Attributes:
+        weight_format: of the tensors that hold parts of a weight.
+        dtype: of the graph's floating-point values.
+    """
 
     model: ir.Model
     stored: list[StoredTensor]
     contract: Contract
+    dtype: str
+    weight_format: WeightFormat | None
 
 
 def assemble(
-    config: ModelConfig, unit: Unit, dtype: str, max_positions: int, float32_attention: bool = False, part: Bounds | None = None
+    config: ModelConfig,
+    unit: Unit,
+    dtype: str,
+    max_positions: int,
+    float32_attention: bool = False,
+    part: Bounds | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> AssembledGraph:
     """Builds the ONNX graph of a unit, or of one part of it. No weight is read or allocated."""
     if unit.kind == "component":
-        assembly = _Assembly(graph_contract(config, unit, dtype), dtype)
+        assembly = _Assembly(graph_contract(config, unit, dtype), dtype, weight_format)
         assembly.component(config, unit, float32_attention)
         return assembly.finish()
     part = part or (0, unit.n_layers)
     whole = part == (0, unit.n_layers)
-    assembly = _Assembly(graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype)
+    assembly = _Assembly(graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype, weight_format)
     assembly.decoder(config, unit, max_positions, float32_attention, part)
     return assembly.finish()
 
@@ -86,11 +105,13 @@ def assemble(
 class _Assembly:
     contract: Contract
     dtype: str
+    weight_format: WeightFormat | None
     nodes: list[ir.Node] = field(default_factory=list)
     values: dict[str, ir.Value] = field(default_factory=dict)  # graph inputs by name
     outputs: dict[str, ir.Value] = field(default_factory=dict)  # graph outputs by name
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     initializers: dict[str, ir.Value] = field(default_factory=dict)
+    dequantized: dict[str, ir.Value] = field(default_factory=dict)  # weights that a node makes of their parts, by name
 
     def __post_init__(self) -> None:
         for spec in self.contract.inputs:
@@ -115,7 +136,7 @@ class _Assembly:
         pieces = [
             _prologue_piece(config, max_positions, growing),
             _block_piece(config, self.dtype, float32_attention, growing),
-            _head_piece(config, self.dtype, unit.logits) if ends else _zero_pads_piece(config, self.dtype),
+            _head_piece(config, self.dtype, unit.logits, self.weight_format is not None) if ends else _zero_pads_piece(config, self.dtype),
             *([_embedding_piece(config, self.dtype)] if embeds else []),
         ]
         prologue, block, epilogue, *embedding = trace_fragments(pieces)
@@ -147,6 +168,8 @@ class _Assembly:
     def _head(self, head: Fragment, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
         matrix = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
         weights = {"weight": (matrix, matrix, False), "norm.weight": ("norm.weight", "norm.weight", False)}
+        if self.weight_format is not None:  # integers of its own, [in, out], also where the values are the embedding's
+            weights["weight"] = ("lm_head.weight", matrix, True)
         names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
         (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
@@ -170,12 +193,35 @@ class _Assembly:
         return [mapping[value] for value in fragment.graph.outputs]
 
     def _weight(self, parameter: ir.Value, name: str, weight: str, transposed: bool) -> ir.Value:
-        if name not in self.initializers:
-            dtype = next(key for key, number in ONNX_TYPES.items() if number == parameter.dtype)
-            assert parameter.shape is not None, "traced parameters have shapes"
-            self.stored[name] = StoredTensor(name, weight, dtype, tuple(parameter.shape.numpy()), transposed)
-            self.initializers[name] = ir.Value(name=name, shape=parameter.shape.copy(), type=parameter.type)
-        return self.initializers[name]
+        assert parameter.shape is not None, "weights have shapes"
+        shape = tuple(parameter.shape.numpy())
+        if self.weight_format is not None and is_quantized(name):
+            return self._dequantized(name, weight, shape, self.weight_format.of(name))
+        dtype = next(key for key, number in ONNX_TYPES.items() if number == parameter.dtype)
+        return self._initializer(StoredTensor(name, weight, dtype, shape, transposed))
+
+    def _dequantized(self, name: str, weight: str, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
+        """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
+        if name not in self.dequantized:
+            by_block = (shape[0] // weight_format.block_size, shape[1])
+            parts = [("integers", weight_format.dtype, shape), ("scales", self.dtype, by_block)]
+            if not weight_format.symmetric:
+                parts.append(("zero_points", weight_format.dtype, by_block))
+            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weight, dtype, size, True, part)) for part, dtype, size in parts]
+            blocks = {"axis": 0, "block_size": weight_format.block_size}
+            node = ir.node("DequantizeLinear", inputs, blocks, name=name)
+            result = node.outputs[0]
+            result.name, result.shape, result.type = name, ir.Shape(shape), ir.TensorType(ir.DataType(ONNX_TYPES[self.dtype]))
+            self.nodes.append(node)
+            self.dequantized[name] = result
+        return self.dequantized[name]
+
+    def _initializer(self, stored: StoredTensor) -> ir.Value:
+        if stored.name not in self.initializers:
+            self.stored[stored.name] = stored
+            kind = ir.TensorType(ir.DataType(ONNX_TYPES[stored.dtype]))
+            self.initializers[stored.name] = ir.Value(name=stored.name, shape=ir.Shape(stored.shape), type=kind)
+        return self.initializers[stored.name]
 
     def _constant(self, constant: ir.Value) -> ir.Value:
         """One initializer for equal constants of all fragments, named by what it holds."""
@@ -207,7 +253,7 @@ class _Assembly:
         )
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="blockline", producer_version=__version__)
         CommonSubexpressionEliminationPass()(model)  # prologue and head read the same sizes
-        return AssembledGraph(model, list(self.stored.values()), self.contract)
+        return AssembledGraph(model, list(self.stored.values()), self.contract, self.dtype, self.weight_format)
 
 
 def _block_weight(parameter: str, layer: int, first_layer: int) -> tuple[str, str, bool]:
@@ -258,10 +304,10 @@ def _zero_pads_piece(config: ModelConfig, dtype: str) -> Piece:
     return Piece(traced.ZeroPads, (), dtype, inputs, ("hidden_states_out",))
 
 
-def _head_piece(config: ModelConfig, dtype: str, logits: str) -> Piece:
+def _head_piece(config: ModelConfig, dtype: str, logits: str, transposed: bool) -> Piece:
     x = _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size)
     last = (_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL))
-    return Piece(traced.Head, (config, logits), dtype, (x, *(last if logits == "last" else ())), ("logits",))
+    return Piece(traced.Head, (config, logits, transposed), dtype, (x, *(last if logits == "last" else ())), ("logits",))
 
 
 def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, replace
+import logging
+import re
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from exporter import __version__
-from exporter.catalogue import ModelConfig
+from exporter.catalogue import ModelConfig, RopeScaling
 from exporter.contract import (
     CACHES,
     COMPONENTS,
@@ -26,11 +29,15 @@ from exporter.contract import (
     Contract,
     TensorSpec,
     Unit,
+    WeightFormat,
     graph_contract,
     part_bounds,
     part_contract,
 )
-from exporter.errors import BundleError, InputError
+from exporter.errors import BundleError, InputError, together
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 GRAPH_FILE = "model.onnx"
@@ -41,11 +48,19 @@ ENGINES_FILE = "engines.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 GENAI_CONFIG_FILE = "genai_config.json"
 OTHER_FILES = (GENAI_CONFIG_FILE, *TOKENIZER_FILES)
+VERIFY = ("graph", "full")  # which checksums opening takes: the graph's, or every file's
 
-_MANIFEST_KEYS = {
-    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "opset", "max_positions", "weights", "end_token_ids",
-    "inputs", "outputs", "cache_pairs", "parts", "files",
-}  # fmt: skip
+MANIFEST_KEYS = (
+    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "weight_format", "opset", "max_positions", "weights",
+    "end_token_ids", "inputs", "outputs", "cache_pairs", "parts", "files",
+)  # fmt: skip
+UNIT_KEYS, CONFIG_KEYS, ROPE_SCALING_KEYS, TENSOR_KEYS, WEIGHT_FORMAT_KEYS = (
+    tuple(field.name for field in fields(kind)) for kind in (Unit, ModelConfig, RopeScaling, TensorSpec, WeightFormat)
+)
+ADDED_KEYS = {"parts": [], "weight_format": None}  # within format 1, with what held before; older manifests lack them
+ADDED_UNIT_KEYS = {"cache": "in_place"}
+WEIGHTS_KEYS = {"random": ("source", "seed"), "checkpoint": ("source",)}
+FILE_KEYS = ("size_bytes", "sha256")
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,7 @@ class Manifest:
         contract: the graph's inputs, outputs and cache pairs; of a unit in parts, those of all parts as one.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
         parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
+        weight_format: how matrices are stored where it is not in `dtype`.
     """
 
     config: ModelConfig
@@ -75,6 +91,7 @@ class Manifest:
     contract: Contract
     files: dict[str, dict]
     parts: tuple[Bounds, ...] = ()
+    weight_format: WeightFormat | None = None
 
     @property
     def weights_bytes(self) -> int:
@@ -114,6 +131,7 @@ class Manifest:
                 "config": self.config.to_dict(),
                 "dtype": self.dtype,
                 "attention_dtype": self.attention_dtype,
+                "weight_format": asdict(self.weight_format) if self.weight_format else None,
                 "opset": OPSET,
                 "max_positions": self.max_positions,
                 "weights": self.weights,
@@ -138,13 +156,13 @@ class Manifest:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{subject}: not JSON ({error}); export the bundle again") from None
-        if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
-            version = data.get("format_version") if isinstance(data, dict) else None
-            raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
-        data.setdefault("parts", [])  # manifests from before there were any
-        if set(data) != _MANIFEST_KEYS:
-            raise BundleError(f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}")
+        check_format_version(data, FORMAT_VERSION, subject, "export the bundle again")
+        _complete_older(data)
+        unknown, missing = sorted(set(data) - set(MANIFEST_KEYS)), sorted(set(MANIFEST_KEYS) - set(data))
+        if unknown or missing:
+            raise BundleError(f"{subject}: unknown keys {str(unknown)[:300]}, missing keys {missing}")
         try:
+            _check_keys(data)
             manifest = cls(
                 config=ModelConfig.from_dict(data["config"]),
                 unit=Unit(**data["unit"]),
@@ -158,20 +176,22 @@ class Manifest:
                     tuple(TensorSpec.from_dict(spec) for spec in data["outputs"]),
                     tuple((past, present) for past, present in data["cache_pairs"]),
                 ),
-                files={name: {"size_bytes": int(entry["size_bytes"]), "sha256": str(entry["sha256"])} for name, entry in data["files"].items()},
+                files=data["files"],
                 parts=tuple((first, stop) for first, stop in data["parts"]),
+                weight_format=WeightFormat(**data["weight_format"]) if data["weight_format"] is not None else None,
             )
-            problem = _first_problem(manifest, data["opset"])
+            problem = _first_problem(manifest, data)
         except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BundleError(f"{subject}: malformed ({str(error)[:300]}); export the bundle again") from None
         if problem:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
-        if manifest.contract != graph_contract(manifest.config, manifest.unit, manifest.dtype):
+        contract = graph_contract(manifest.config, manifest.unit, manifest.dtype)
+        if manifest.contract != contract:
             raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
         graphs = graph_files(len(manifest.parts))
         if any(name not in (*graphs, *OTHER_FILES) for name in manifest.files) or not set(graphs) <= set(manifest.files):
             raise BundleError(f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} and tokenizer files only")
-        return manifest
+        return replace(manifest, contract=contract)  # equal, and of whole numbers where the file says 64.0 or true
 
 
 def part_folder(index: int) -> str:
@@ -185,10 +205,68 @@ def graph_files(n_parts: int) -> tuple[str, ...]:
     return tuple(f"{folder}{name}" for folder in folders for name in (GRAPH_FILE, DATA_FILE))
 
 
-def _first_problem(manifest: Manifest, opset: object) -> str | None:
+def check_format_version(data: object, newest: int, subject: str, remedy: str) -> None:
+    """Refuses a file that a newer blockline wrote, or that is none of ours. Every version from 1 on is read.
+
+    Raises:
+        BundleError: names both versions and what to do.
+    """
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if not _is_whole(version) or version < 1:
+        raise BundleError(f"{subject}: got format_version {version!r:.40}, expected {newest}; {remedy}")
+    if version > newest:
+        writer = f"{data['producer']!s:.60}" if "producer" in data else "a newer blockline"
+        raise BundleError(
+            f"{subject}: got format_version {version!r:.40}, expected {newest}, the newest that blockline {__version__} reads; it was written by "
+            f"{writer}: install that, or {remedy} with this one"
+        )
+
+
+def _complete_older(data: dict) -> None:
+    """Gives a manifest what earlier writers of its format did not know yet, with the values that held then."""
+    data |= {key: value for key, value in ADDED_KEYS.items() if key not in data}
+    if isinstance(data.get("unit"), dict):
+        data["unit"] = ADDED_UNIT_KEYS | data["unit"]
+
+
+def _check_keys(data: dict) -> None:
+    """Refuses objects inside a manifest that have unknown or missing keys, or file entries that are no size and checksum.
+
+    Raises:
+        InputError: names the object and the keys.
+    """
+    source = data["weights"].get("source")
+    if source not in WEIGHTS_KEYS:
+        raise InputError(f"got weights {data['weights']!r}, expected a source, random or checkpoint")
+    objects = [("unit", data["unit"], UNIT_KEYS), ("config", data["config"], CONFIG_KEYS), ("weights", data["weights"], WEIGHTS_KEYS[source])]
+    if data["config"].get("rope_scaling") is not None:
+        objects.append(("config rope_scaling", data["config"]["rope_scaling"], ROPE_SCALING_KEYS))
+    if data["weight_format"] is not None:
+        objects.append(("weight_format", data["weight_format"], WEIGHT_FORMAT_KEYS))
+    objects += [(side, spec, TENSOR_KEYS) for side in ("inputs", "outputs") for spec in data[side]]
+    objects += [(f"files {name}", entry, FILE_KEYS) for name, entry in data["files"].items()]
+    for what, found, keys in objects:
+        if set(found) != set(keys):
+            raise InputError(f"{what}: unknown keys {sorted(set(found) - set(keys))}, missing keys {sorted(set(keys) - set(found))}")
+    for name, entry in data["files"].items():
+        if not _is_whole(entry["size_bytes"]) or entry["size_bytes"] < 0 or not is_sha256(entry["sha256"]):
+            raise InputError(f"files {name}: got {entry}, expected a size in bytes and a SHA-256 in hexadecimal")
+
+
+def is_sha256(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _first_problem(manifest: Manifest, data: dict) -> str | None:
     """What is wrong with a manifest's values, if anything; looked at before anything is computed from them."""
-    unit, weights = manifest.unit, manifest.weights
-    if opset != OPSET:
+    unit, opset = manifest.unit, data["opset"]
+    if not isinstance(data["producer"], str):
+        return f"got producer {data['producer']!r}, expected text"
+    if not _is_whole(opset) or opset != OPSET:
         return f"got opset {opset!r}, expected {OPSET}"
     if manifest.dtype not in DTYPES:
         return f"got dtype {manifest.dtype!r}, expected one of {', '.join(DTYPES)}"
@@ -198,21 +276,29 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
         return f"got cache {unit.cache!r} for unit {unit.kind!r} with logits {unit.logits!r}"
     if unit.component not in (COMPONENTS if unit.kind == "component" else (None,)):
         return f"got component {unit.component!r} for unit {unit.kind}"
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (unit.first_layer, unit.n_layers))
+    whole = _is_whole(unit.first_layer) and _is_whole(unit.n_layers)
     if not whole or not 0 <= unit.first_layer < unit.first_layer + unit.n_layers <= manifest.config.n_layers:
         return f"got layers {unit.first_layer!r} and {unit.n_layers!r} on, expected some of the model's {manifest.config.n_layers}"
+    if not all(_is_whole(bound) for bounds in manifest.parts for bound in bounds):
+        return f"got parts {manifest.parts!r}, expected pairs of whole numbers"
     in_parts = unit.kind != "component" and unit.cache == "in_place"
     if manifest.parts and not (in_parts and manifest.parts == part_bounds(unit.n_layers, len(manifest.parts))):
         return f"got parts {manifest.parts!r} for a {unit}"
+    if manifest.weight_format is not None:
+        manifest.weight_format.check(manifest.config)
     if manifest.attention_dtype not in (manifest.dtype, "fp32"):
         return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
-    if not isinstance(manifest.max_positions, int) or not 1 <= manifest.max_positions <= manifest.config.context_length:
+    if not _is_whole(manifest.max_positions) or not 1 <= manifest.max_positions <= manifest.config.context_length:
         return f"got max_positions {manifest.max_positions!r}, expected 1 to {manifest.config.context_length}"
-    if not isinstance(weights, dict) or weights.get("source") not in ("random", "checkpoint"):
-        return f"got weights {weights!r}, expected a source, random or checkpoint"
-    if not all(isinstance(token, int) for token in manifest.end_token_ids):
+    seed = manifest.weights.get("seed", 0)
+    if not _is_whole(seed) or seed < 0:
+        return f"got seed {seed!r} of the weights, expected a whole number"
+    if not all(_is_whole(token) and token >= 0 for token in manifest.end_token_ids):
         return f"got end_token_ids {list(manifest.end_token_ids)!r}, expected whole numbers"
     return None
+
+
+_REPORT_REMEDY = "remove it and run `python -m exporter validate {}` again"
 
 
 @dataclass(frozen=True)
@@ -233,52 +319,49 @@ class Bundle:
         Raises:
             BundleError: a file is missing, truncated or changed, or the manifest cannot be read.
         """
+        if verify not in VERIFY:
+            raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
+        bundle = cls.read(folder)
+        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
+        checked = graphs if verify == "graph" else list(bundle.manifest.files)
+        with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(bundle.manifest.files), ", ".join(checked)):
+            problems = bundle.file_problems(checked)
+        if problems:
+            raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in problems.items()]))
+        log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
+        return bundle
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Bundle:
+        """Reads a bundle's manifest and looks at no other file; `open` is what stages use.
+
+        Raises:
+            BundleError: there is no manifest, or it cannot be read.
+        """
         folder = Path(folder)
-        if verify not in ("graph", "full"):
-            raise InputError(f"verify: got {verify!r}, expected 'graph' or 'full'")
         path = folder / MANIFEST_FILE
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
-        bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)))
-        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
-        return bundle
+        return cls(folder, Manifest.from_json(read_text(path), str(path)))
 
-    def _check_files(self, checksums: list[str]) -> None:
+    def file_problems(self, checksums: Collection[str]) -> dict[str, str]:
+        """What is wrong with the files that the manifest lists, by name: all that are missing, of another size or, where
+        asked, of another checksum.
+
+        Args:
+            checksums: names of the files to hash.
+        """
+        problems = {}
         for name, entry in self.manifest.files.items():
             path = self.folder / name
             if not path.is_file():
-                raise BundleError(f"bundle {self.folder}: {name} is missing; restore it or export the bundle again")
-            size = path.stat().st_size
-            if size != entry["size_bytes"]:
-                raise BundleError(
-                    f"bundle {self.folder}: {name} has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
-                )
-            if name in checksums and sha256_of(path) != entry["sha256"]:
-                raise BundleError(f"bundle {self.folder}: {name} has another SHA-256 than the manifest says; it was changed; export again")
-
-    def check_engines(self) -> list[str]:
-        """Checks the files that engines.json lists against their checksums; returns their names.
-
-        Raises:
-            BundleError: engines.json is damaged, or an engine is missing or not the one that was built.
-        """
-        if self.manifest.parts:
-            return [f"{part.folder.name}/{name}" for part in self.parts for name in part.check_engines()]
-        path = self.folder / ENGINES_FILE
-        if not path.is_file():
-            return []
-        try:
-            records = [(str(record["file"]), record["sha256"]) for record in json.loads(_read_text(path))["engines"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
-        for name, checksum in records:
-            if Path(name).name != name or not (self.folder / name).is_file():
-                raise BundleError(f"bundle {self.folder}: engine {name} is missing; build again")
-            if sha256_of(self.folder / name) != checksum:
-                raise BundleError(f"bundle {self.folder}: engine {name} has another SHA-256 than when it was built; build again")
-        return [name for name, _ in records]
+                problems[name] = "is missing; restore it or export the bundle again"
+            elif (size := path.stat().st_size) != entry["size_bytes"]:
+                problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+            elif name in checksums and sha256_of(path) != entry["sha256"]:
+                problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
+        return problems
 
     @property
     def parts(self) -> list[Bundle]:
@@ -303,10 +386,15 @@ class Bundle:
             BundleError: the report is damaged.
         """
         path = self.folder / REPORT_FILE
+        text = read_text(path) if path.is_file() else "{}"
         try:
-            return json.loads(_read_text(path)) if path.is_file() else {}
+            report = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
+            raise BundleError(f"{path}: not JSON ({error}); {_REPORT_REMEDY.format(self.folder)}") from None
+        if not isinstance(report, dict):
+            raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}")
+        return report
+
 
 def check_in_place(bundle: Bundle) -> None:
     """Refuses a bundle whose cache grows, where it must be updated in place.
@@ -326,7 +414,12 @@ def to_json(data: object) -> str:
     return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A text file of a bundle.
+
+    Raises:
+        BundleError: it cannot be read, or is no UTF-8.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,11 +1,14 @@
-"""What the three commands share: one line for an error, exit codes, progress on stderr, JSON on stdout."""
+"""What the three commands share: one line for an error, exit codes, progress and the story on stderr, JSON on stdout."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import logging
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -28,22 +31,77 @@ def say(line: str) -> None:
 
 
 def run(main: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser, arguments: list[str] | None) -> int:
-    """Parses the arguments, runs the command, and turns the project's own errors, and files that cannot be read or written,
-    into one line and an exit code."""
+    """Parses the arguments, runs the command, and turns whatever it raises into one line and an exit code.
+
+    With --verbose the story of the run goes to stderr; with --debug also details, and the traceback before the line.
+    """
+    parsed = parser.parse_args(arguments)
+    with _story(parsed):
+        try:
+            return main(parsed) or EXIT_GOOD
+        except KeyboardInterrupt:
+            say("interrupted; nothing half-written was left")
+            return 130
+        except Exception as error:
+            if parsed.debug:
+                stderr.print(traceback.format_exc().rstrip(), markup=False)
+            line, code = _one_line(error, parsed.debug)
+            say(line)
+            return code
+
+
+def _one_line(error: Exception, debug: bool) -> tuple[str, int]:
+    """What a person needs to know of an error, and the exit code that goes with it."""
+    if isinstance(error, InputError):
+        return f"error: {error}", EXIT_BAD_INPUT
+    if isinstance(error, OSError):
+        return f"error: {error.filename or 'a file'}: {error.strerror or error}", EXIT_BAD_INPUT
+    if isinstance(error, MemoryError):
+        return "error: memory: there was not enough; free some, or take a smaller model, dtype, batch or capacity", EXIT_BAD_INPUT
+    if isinstance(error, CheckFailed | NumericalError):
+        return f"failed: {error}", EXIT_CHECK_FAILED
+    said = (str(error).strip().splitlines() or ["no reason given"])[0]
+    advice = "please report it with the traceback above" if debug else "run the command again with --debug to see the traceback, and please report it"
+    return f"bug: {type(error).__name__}: {said}; this is a fault of blockline, not of what you gave it; {advice}", EXIT_CHECK_FAILED
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command: each can tell its story."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.add_argument("--verbose", action="store_true", help="tell on stderr what is done: stages, sizes, times, what was chosen and why")
+        self.add_argument("--debug", action="store_true", help="as --verbose, with details, and with the traceback of an error")
+
+
+class _Story(logging.Handler):
+    """Prints log records on stderr, each with the seconds since the command began and the module that speaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started = time.time()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.created - self._started:7.2f} s  {record.name}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _story(parsed: argparse.Namespace) -> Iterator[None]:
+    """Listens to the three packages for as long as a command runs that was asked to tell its story."""
+    if not (parsed.verbose or parsed.debug):
+        yield
+        return
+    handler, loggers = _Story(), [logging.getLogger(name) for name in ("exporter", "engines", "runtime")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG if parsed.debug else logging.INFO)
     try:
-        return main(parser.parse_args(arguments)) or EXIT_GOOD
-    except InputError as error:
-        say(f"error: {error}")
-        return EXIT_BAD_INPUT
-    except OSError as error:
-        say(f"error: {error.filename or 'a file'}: {error.strerror or error}")
-        return EXIT_BAD_INPUT
-    except (CheckFailed, NumericalError) as error:
-        say(f"failed: {error}")
-        return EXIT_CHECK_FAILED
-    except KeyboardInterrupt:
-        say("interrupted; nothing half-written was left")
-        return 130
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def print_json(data: object) -> None:

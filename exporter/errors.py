@@ -26,3 +26,10 @@ class CheckFailed(RuntimeError):
 
 class NumericalError(RuntimeError):
     """A step produced inf or NaN for a row that holds real tokens."""
+
+
+def together(subject: str, problems: list[str]) -> str:
+    """A message that names every problem of one subject: one on the line itself, several below it."""
+    if len(problems) == 1:
+        return f"{subject}: {problems[0]}"
+    return f"{subject}: {len(problems)} problems:\n  " + "\n  ".join(problems)

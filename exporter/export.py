@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
 import math
 import platform
 import shutil
@@ -17,12 +18,13 @@ from exporter import __version__
 from exporter.assemble import assemble
 from exporter.bundle import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, file_entry, part_folder, to_json
 from exporter.catalogue import ModelConfig
-from exporter.contract import Bounds, Unit, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
+from exporter.contract import Bounds, Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.interop import genai_config
 from exporter.memory import available_host_bytes, peak_memory_bytes
 from exporter.placing import new_folder, write_report
+from exporter.quantize import QuantizedWeights
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
@@ -30,11 +32,14 @@ from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
 from exporter.store import bundle_weights, write_graph
+from exporter.timing import timed
 from exporter.tolerances import tolerance
 from exporter.twin import float32_twin
 from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
 from exporter.validate_layers import LayerValidation
 from exporter.weights import RoundedWeights, WeightSource
+
+log = logging.getLogger(__name__)
 
 COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 VALIDATION_COPIES = 3  # of the weights in float32: eager's, onnxruntime's, and what a control or a twin adds
@@ -54,6 +59,7 @@ class ExportRequest:
         end_token_ids, tokenizer_files: what a whole model's bundle takes along.
         provenance: what report.json says of where all this came from.
         n_parts: graphs that the unit is cut into, each of consecutive layers; 1 makes one graph.
+        weight_format: what matrices are stored in where that is not `dtype`.
     """
 
     config: ModelConfig
@@ -66,6 +72,7 @@ class ExportRequest:
     tokenizer_files: tuple[Path, ...] = ()
     provenance: dict | None = None
     n_parts: int = 1
+    weight_format: WeightFormat | None = None
 
 
 def parts_within(config: ModelConfig, unit: Unit, dtype: str, budget_bytes: int) -> int:
@@ -119,6 +126,8 @@ def export_bundle(
     if request.n_parts != 1 and (request.unit.kind == "component" or request.unit.cache != "in_place"):
         raise InputError(f"parts: got {request.n_parts} for a {request.unit}, expected a stack or model with its cache in place")
     part_bounds(request.unit.n_layers, request.n_parts)
+    if request.weight_format is not None:
+        request.weight_format.check(request.config)
     started = time.perf_counter()
     with new_folder(target) as folder:
         manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
@@ -135,6 +144,7 @@ def export_bundle(
             if not report["validation"]["passed"]:
                 raise CheckFailed(f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}")
         write_report(bundle, report)
+    log.info("%s is in place, after %.2f s; peak memory %.2f GiB", target, time.perf_counter() - started, peak_memory_bytes() / 2**30)
     return Bundle(Path(target), manifest)
 
 
@@ -151,12 +161,16 @@ def _write_bundle(
         (folder / place).mkdir(exist_ok=True)
         what = request.unit if part is None else f"part {index + 1} of {len(parts)}, layers {part[0]}:{part[1]} of {request.unit}"
         say(f"trace: {what}, {request.dtype}, {max_positions} positions")
-        graph = assemble(request.config, request.unit, request.dtype, max_positions, attention_dtype != request.dtype, part)
+        with timed(log, "traced"):
+            float32_attention = attention_dtype != request.dtype
+            graph = assemble(request.config, request.unit, request.dtype, max_positions, float32_attention, part, request.weight_format)
         say("write: graph and weights")
-        written = write_graph(graph, folder / place, request.config, request.weights, progress)
+        with timed(log, "written"):
+            written = write_graph(graph, folder / place, request.config, request.weights, progress)
         flushed |= written.flushed
         files |= {f"{place}{name}": file_entry(folder / place / name, written.checksums[name]) for name in (GRAPH_FILE, DATA_FILE)}
-        check_graph(folder / place / GRAPH_FILE, graph.contract)
+        with timed(log, "graph held against its contract"):
+            check_graph(folder / place / GRAPH_FILE, graph.contract)
     if flushed:
         n_flushed = sum(flushed.values())
         say(f"note: {n_flushed:,} values of {len(flushed)} weights are too small for {request.dtype} and became zero; see report.json")
@@ -179,6 +193,7 @@ def _write_bundle(
         contract=graph_contract(request.config, request.unit, request.dtype),
         files=files,
         parts=parts,
+        weight_format=request.weight_format,
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest, flushed
@@ -213,7 +228,7 @@ def validate_bundle(
     """
     manifest = bundle.manifest
     config, unit, max_positions = manifest.config, manifest.unit, manifest.max_positions
-    rounded = RoundedWeights(weights or bundle_weights(bundle), manifest.dtype)
+    rounded = reference_weights(bundle, weights)
     if _validates_by_layer(manifest, by_layer, say):
         return _validate_layers(bundle, rounded, seed, say)
     arithmetic = "fp32" if manifest.dtype == "bf16" else manifest.dtype  # what the graph is run in
@@ -240,6 +255,21 @@ def validate_bundle(
     section = summarize(comparisons, reference_description, candidate_description, allowed, control_description)
     section["through"] = "float32 twin" if manifest.dtype == "bf16" else "the graph itself"
     return section, comparisons
+
+
+def reference_weights(bundle: Bundle, weights: WeightSource | None = None) -> WeightSource:
+    """What a bundle's reference computes with: weights as the bundle has them, widened to float32.
+
+    Args:
+        bundle: of any dtype and weight format.
+        weights: where they came from; None takes the bundle's own, which cannot show that they were written wrongly.
+    """
+    manifest = bundle.manifest
+    if weights is None:
+        weights = bundle_weights(bundle)
+    elif manifest.weight_format is not None:
+        weights = QuantizedWeights(weights, manifest.weight_format, manifest.dtype, manifest.config.tie_word_embeddings)
+    return RoundedWeights(weights, manifest.dtype)
 
 
 def open_onnxruntime(bundle: Bundle, scratch: Path, growing: bool = False) -> Stepper:
@@ -282,7 +312,7 @@ def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable
     return True
 
 
-def _validate_layers(bundle: Bundle, weights: RoundedWeights, seed: int, say: Callable[[str], None]) -> tuple[dict, list[Comparison]]:
+def _validate_layers(bundle: Bundle, weights: WeightSource, seed: int, say: Callable[[str], None]) -> tuple[dict, list[Comparison]]:
     manifest = bundle.manifest
     comparisons = list(LayerValidation(bundle, weights, seed).run(say))
     allowed = tolerance(("eager", "onnxruntime"), manifest.unit, manifest.dtype)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto
 
+from exporter.bundle import DATA_FILE
 from exporter.contract import ONNX_TYPES, OPSET, Contract, TensorSpec
 from exporter.errors import CheckFailed
+
+_FOUR_BITS = (ONNX_TYPES["int4"], ONNX_TYPES["uint4"])  # stored two a byte
 
 
 def check_graph(path: Path, contract: Contract) -> None:
@@ -18,19 +23,50 @@ def check_graph(path: Path, contract: Contract) -> None:
     Raises:
         CheckFailed: lists everything that is wrong, once.
     """
+    problems = graph_problems(path, contract)
+    if problems:
+        raise CheckFailed(f"{path}: the graph breaks its contract:\n  " + "\n  ".join(problems))
+
+
+def graph_problems(path: Path, contract: Contract) -> list[str]:
+    """Everything in which a graph file differs from its contract; what cannot be read at all is one problem."""
     try:
-        onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        raise CheckFailed(f"{path}: not valid ONNX: {error}") from error
-    model = onnx.load(path, load_external_data=False)
-    problems = [
+        model = onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError) as error:
+        return [f"it cannot be read as ONNX ({error})"]
+    return [
+        *_validity_problems(path),
         *_opset_problems(model),
         *_interface_problems("input", model.graph.input, contract.inputs),
         *_interface_problems("output", model.graph.output, contract.outputs),
         *_node_problems(model.graph, contract),
+        *_data_problems(path.parent / DATA_FILE, model.graph),
     ]
-    if problems:
-        raise CheckFailed(f"{path}: the graph breaks its contract:\n  " + "\n  ".join(problems))
+
+
+def _validity_problems(path: Path) -> list[str]:
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        return [f"not valid ONNX: {str(error).strip().splitlines()[0]}"]
+    return []
+
+
+def _data_problems(data: Path, graph: GraphProto) -> list[str]:
+    """Weights must lie in the one data file beside the graph, each inside of it and of the size that its shape asks for."""
+    size, problems = data.stat().st_size if data.is_file() else 0, []
+    for tensor in graph.initializer:
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        if not where:
+            continue
+        offset, length = (int(where.get(key, 0)) for key in ("offset", "length"))
+        bits = 4 if tensor.data_type in _FOUR_BITS else 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        expected = -(-math.prod(tensor.dims) * bits // 8)
+        if where.get("location") != data.name:
+            problems.append(f"{tensor.name}: its data is in {where.get('location')!r}, expected {data.name}")
+        elif length != expected or offset + length > size:
+            problems.append(f"{tensor.name}: bytes {offset:,} to {offset + length:,} of {data.name}, expected {expected:,} of its {size:,}")
+    return problems
 
 
 def _opset_problems(model: onnx.ModelProto) -> list[str]:

@@ -6,6 +6,7 @@ Memory: the largest slice, not the model. A tensor above SLICE_BYTES is read and
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,15 +18,19 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
+from onnx import TensorProto
 from torch import Tensor
 
-from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
+from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import DTYPES, ONNX_TYPES
+from exporter.contract import DTYPES, ONNX_TYPES, WeightFormat
 from exporter.errors import CheckpointError
+from exporter.quantize import Quantized, pack, quantize, unpack
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
+
+log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
 SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
@@ -68,7 +73,7 @@ def write_graph(
     offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
     buffers = _Buffers()
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, data, n_flushed in _ahead(_pieces(graph.stored, config, weights, buffers)):
+        for stored, data, n_flushed in _ahead(_pieces(graph, config, weights, buffers)):
             if stored.name in offsets:  # its first piece
                 offset = offsets.pop(stored.name)
                 file.write(bytes(offset - end))
@@ -78,6 +83,7 @@ def write_graph(
                 flushed[stored.weight] = flushed.get(stored.weight, 0) + n_flushed
     model = serialize_graph(graph)
     (folder / GRAPH_FILE).write_bytes(model)
+    log.info("%d weights, %.1f MiB, and a graph of %.1f KiB", len(graph.stored), end / 2**20, len(model) / 2**10)
     return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
 
 
@@ -176,11 +182,15 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
         torch.set_num_threads(threads)
 
 
-def _pieces(tensors: list[StoredTensor], config: ModelConfig, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
+def _pieces(graph: AssembledGraph, config: ModelConfig, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
-    for stored in tensors:
-        for read in _reads(stored, config, weights):
-            yield partial(_piece, stored, read, buffers)
+    for stored in graph.stored:
+        weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}")) if graph.weight_format and stored.part else None
+        for read in _reads(stored, config, weights, weight_format.block_size if weight_format else 1):
+            if weight_format is None:
+                yield partial(_piece, stored, read, buffers)
+            else:
+                yield partial(_quantized_piece, stored, read, weight_format, graph.dtype)
 
 
 def _piece(stored: StoredTensor, read: Callable[[], Tensor], buffers: _Buffers) -> Piece:
@@ -197,16 +207,32 @@ def _piece(stored: StoredTensor, read: Callable[[], Tensor], buffers: _Buffers) 
     return stored, data, n_flushed
 
 
-def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource) -> Iterator[Callable[[], Tensor]]:
-    """Reads of the weight in its source's dtype and layout; each makes a run of the stored tensor's rows."""
+def _quantized_piece(stored: StoredTensor, read: Callable[[], Tensor], weight_format: WeightFormat, dtype: str) -> Piece:
+    """Rows of one of the tensors that a weight in integers consists of; each of them rounds the weight anew."""
+    weight = read().T
+    _check_finite(stored, weight)
+    quantized = quantize(weight, weight_format, dtype)
+    if stored.part == "scales":
+        data = quantized.scales.contiguous().view(torch.uint8).flatten()
+    else:
+        integers = quantized.values if stored.part == "integers" else quantized.zero_points
+        assert integers is not None, "only a format with zero points has a tensor for them"
+        data = pack(integers, weight_format.bits)
+    return stored, data, 0
+
+
+def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, block_size: int) -> Iterator[Callable[[], Tensor]]:
+    """Reads of the weight in its source's dtype and layout; each makes a run of the stored tensor's rows, from whole blocks of inputs."""
     if stored.weight in ROPE_TABLES:
         yield lambda: torch.from_numpy(rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.weight)])
         return
     if len(stored.shape) == 1:
         yield partial(weights.read, stored.weight)
         return
-    length, width = stored.shape
-    step = max(1, SLICE_BYTES // (width * 4))
+    width = stored.shape[1]
+    length = stored.shape[0] if stored.part in ("", "integers") else stored.shape[0] * block_size  # rows of the weight, transposed
+    whole = 1 if not stored.part else 2 * block_size  # an even number of integers, of which 4 bits are stored two a byte
+    step = max(1, SLICE_BYTES // (width * 4 * whole)) * whole
     for start in range(0, length, step):
         run = slice(start, min(start + step, length))  # of stored rows: the weight's columns where it is stored transposed
         yield partial(weights.read, stored.weight, **({"columns": run} if stored.transposed else {"rows": run}))
@@ -218,16 +244,24 @@ def _check_converted(stored: StoredTensor, piece: Tensor, chunk: Tensor) -> int:
     Raises:
         CheckpointError: a value is inf or NaN, or became so.
     """
-    if not all(bound.isfinite() for bound in torch.aminmax(chunk)):  # NaN among the values makes both bounds NaN
-        n_bad = int((~piece.isfinite()).sum())
-        if n_bad:
-            raise CheckpointError(f"weight {stored.weight}: {n_bad} of its values are inf or NaN; the checkpoint is damaged, fetch it again")
+    if not _is_finite(chunk):
+        _check_finite(stored, piece)
         n_lost = int((~chunk.isfinite()).sum())
         raise CheckpointError(
             f"weight {stored.weight}: {n_lost} of its values do not fit {stored.dtype}, the largest is {float(piece.abs().max()):.3g}; "
             "export with --dtype bf16 or fp32"
         )
     return 0 if chunk.dtype == piece.dtype else _count_nonzero(piece) - _count_nonzero(chunk)
+
+
+def _is_finite(x: Tensor) -> bool:
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(x))  # NaN among the values makes both bounds NaN
+
+
+def _check_finite(stored: StoredTensor, piece: Tensor) -> None:
+    if not _is_finite(piece):
+        n_bad = int((~piece.isfinite()).sum())
+        raise CheckpointError(f"weight {stored.weight}: {n_bad} of its values are inf or NaN; the checkpoint is damaged, fetch it again")
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -248,40 +282,71 @@ def map_data(folder: Path) -> np.ndarray:
 
 
 class GraphWeights:
-    """A graph's own weights as a source, each mapped from the data file for as long as its tensor lives.
+    """A graph's own weights as a source, each mapped from the data file for as long as its tensor lives; those in integers as what
+    they stand for.
 
     Raises (on construction):
         OSError: the graph cannot be read.
     """
 
-    def __init__(self, folder: Path, first_layer: int, description: dict) -> None:
+    def __init__(self, folder: Path, first_layer: int, description: dict, weight_format: WeightFormat | None = None) -> None:
         self.description = description
-        self._path = folder / DATA_FILE
-        self._tensors = {}
+        self._path, self._format = folder / DATA_FILE, weight_format
+        self._tensors: dict[str, TensorProto] = {}
+        self._names = set()
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
             if tensor.external_data:
-                self._tensors[_canonical(tensor.name, first_layer)] = tensor
+                name = _canonical(tensor.name, first_layer)
+                self._tensors[name] = tensor
+                weight, _, part = name.rpartition(".")
+                self._names.add(weight if part in QUANTIZED_PARTS else name)
+        self.has_own_head = "lm_head.weight" in self._names
 
     @property
     def names(self) -> Set[str]:
-        return self._tensors.keys()
+        return self._names
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
-        tensor = self._tensors[name]
-        where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
-        raw = np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))
-        dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
-        weight = torch.from_numpy(np.asarray(raw)).view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
+        if name not in self._tensors:
+            return self._dequantized(name, columns, rows)
+        weight = self._mapped(name)
         if name.startswith("blocks.") and weight.dim() == 2:
             weight = weight.T  # stored [in, out]
         return weight[columns] if weight.dim() == 1 else weight[rows, columns]
+
+    def _dequantized(self, name: str, columns: slice, rows: slice) -> Tensor:
+        assert self._format is not None, "only a bundle with a weight format has tensors that are parts of a weight"
+        weight_format = self._format.of(name)
+        scales = self._mapped(f"{name}.scales")
+        size, shape = weight_format.block_size, (scales.shape[0] * weight_format.block_size, scales.shape[1])
+        start, stop, _ = columns.indices(shape[0])
+        blocks = slice(start // size, -(-stop // size))
+
+        first, last = (block * size * shape[1] * weight_format.bits // 8 for block in (blocks.start, blocks.stop))
+        run = self._raw(self._tensors[f"{name}.integers"])[first:last]
+        values = unpack(run, weight_format.bits, weight_format.symmetric)[: (blocks.stop - blocks.start) * size * shape[1]]
+        zero_points = None
+        if not weight_format.symmetric:
+            whole = unpack(self._raw(self._tensors[f"{name}.zero_points"]), weight_format.bits, symmetric=False)
+            zero_points = whole[: scales.numel()].reshape(scales.shape)[blocks]
+        weight = Quantized(values.reshape(-1, shape[1]), scales[blocks], zero_points).dequantized()
+        return weight[start - blocks.start * size : stop - blocks.start * size].T[rows]
+
+    def _mapped(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
+        return self._raw(tensor).view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
+
+    def _raw(self, tensor: TensorProto) -> Tensor:
+        where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
+        return torch.from_numpy(np.asarray(np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))))
 
 
 class PartedWeights:
     """The weights of several graphs as one source: each name is read from the graph that has it."""
 
     def __init__(self, parts: Sequence[GraphWeights]) -> None:
-        self.description = parts[0].description
+        self.description, self.has_own_head = parts[0].description, parts[-1].has_own_head
         self._parts = parts
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
@@ -291,7 +356,7 @@ class PartedWeights:
 def bundle_weights(bundle: Bundle) -> WeightSource:
     """A bundle's own weights, mapped from its data files."""
     manifest = bundle.manifest
-    parts = [GraphWeights(part.folder, manifest.unit.first_layer, manifest.weights) for part in bundle.parts]
+    parts = [GraphWeights(part.folder, manifest.unit.first_layer, manifest.weights, manifest.weight_format) for part in bundle.parts]
     return parts[0] if len(parts) == 1 else PartedWeights(parts)
 
 

@@ -12,12 +12,15 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     """The tokenizer that travels with a whole model's bundle.
 
     Raises:
-        BundleError: the bundle has none.
+        BundleError: the bundle has none, or one that cannot be read.
     """
     path = bundle.folder / "tokenizer.json"
     if path.name not in bundle.manifest.files:
         raise BundleError(f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise BundleError(f"{path}: it is no tokenizer ({error}); export again") from None
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:

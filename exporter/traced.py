@@ -234,13 +234,14 @@ class ZeroPads(nn.Module):
 
 class Head(nn.Module):
     """The epilogue of a model: final norm and output head, in float32 at the end. The head's weight is [V, E], so that a
-    tied model stores one matrix; Gemm reads it transposed."""
+    tied model stores one matrix; Gemm reads it transposed. A matrix of its own in integers is `transposed`, as projections are."""
 
-    def __init__(self, config: ModelConfig, logits: str) -> None:
+    def __init__(self, config: ModelConfig, logits: str, transposed: bool) -> None:
         super().__init__()
-        self.config, self.logits = config, logits
+        self.config, self.logits, self.transposed = config, logits, transposed
         self.norm = TracedRMSNorm(config.hidden_size, config.norm_eps)
-        self.weight = parameter(config.vocab_size, config.hidden_size)
+        shape = (config.vocab_size, config.hidden_size)
+        self.weight = parameter(*(shape[::-1] if transposed else shape))
 
     def forward(self, x: Tensor, write_indices: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """x [B, T, E] → logits; `write_indices` [B] and `attention_mask` [B, L] say which token is the last where that is asked for."""
@@ -250,6 +251,8 @@ class Head(nn.Module):
             last = last_token(attention_mask, write_indices)[:, None]
             x = named("last_token", _symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden)))
         x = named("norm", self.norm(x))
+        if self.transposed:
+            return named("lm_head", torch.matmul(x, self.weight)).float()
         if self.logits == "last":
             return self.project(x, batch).float()
         flat = reshape(x, [-1, hidden], (batch * length, hidden))

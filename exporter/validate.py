@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,10 @@ from exporter.errors import InputError
 from exporter.feeds import real_tokens
 from exporter.scenarios import COMPONENT_SIZES, RunLimits, Scenario, cache_scenarios, component_feeds
 from exporter.steppers.protocol import Stepper
+from exporter.timing import timed
 from exporter.tolerances import CONTROL_FACTOR, Tolerance
+
+log = logging.getLogger(__name__)
 
 CACHE_ROWS = "cache rows"
 
@@ -79,7 +83,8 @@ def record(
             recording |= {(name, spec.name): [_checked(outputs.get(spec.name), spec.dtype, inputs, stepper)] for spec in inputs.outputs}
         return recording
     for scenario in cache_scenarios(max_positions, limits):
-        recording |= _record_scenario(config, scenario, stepper, inputs, rng)
+        with timed(log, "%s: %s, %d steps", stepper.description, scenario.name, len(scenario.steps)):
+            recording |= _record_scenario(config, scenario, stepper, inputs, rng)
     return recording
 
 

@@ -197,7 +197,7 @@ class LayerValidation:
             logits = stepper.run({HIDDEN: x})["logits"]
         norm = RMSNorm(config.hidden_size, config.norm_eps)
         norm.load_state_dict({"weight": self.weights.read("norm.weight")})
-        head = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
+        head = "embedding.weight" if config.tie_word_embeddings and not self.weights.has_own_head else "lm_head.weight"
         with torch.inference_mode():
             normed = norm(torch.from_numpy(x.astype(np.float32)))
             runs = [slice(start, start + _VOCABULARY_RUN) for start in range(0, config.vocab_size, _VOCABULARY_RUN)]

@@ -24,6 +24,7 @@ class WeightSource(Protocol):
     """Weights of a whole model or of a part of it, by canonical name."""
 
     description: dict  # what the manifest says of them, e.g. {"source": "random", "seed": 0}
+    has_own_head: bool  # whether a tied model's output head is a matrix of its own all the same, "lm_head.weight"
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis, `rows` of a matrix's first."""
@@ -40,6 +41,7 @@ class RandomWeights:
         if seed < 0:
             raise InputError(f"seed: got {seed}, expected 0 or more")
         self.description = {"source": "random", "seed": seed}
+        self.has_own_head = False
         self._seed = seed
         self._last: tuple[str, Tensor] | None = None  # slices of one tensor are read one after the other, by several threads
         self._lock = threading.Lock()
@@ -68,7 +70,7 @@ class RoundedWeights:
     """Another source's weights rounded to a bundle's dtype and widened to float32: what its reference computes with."""
 
     def __init__(self, weights: WeightSource, dtype: str) -> None:
-        self.description = weights.description
+        self.description, self.has_own_head = weights.description, weights.has_own_head
         self._weights, self._dtype = weights, TORCH_DTYPES[dtype]
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
@@ -83,7 +85,7 @@ def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: Wei
     for name in weight_shapes(config, unit):
         stored[name] = weights.read(name).to(TORCH_DTYPES[dtype])
     if config.tie_word_embeddings and unit.kind == "model":
-        stored["lm_head.weight"] = stored["embedding.weight"]
+        stored["lm_head.weight"] = weights.read("lm_head.weight").to(TORCH_DTYPES[dtype]) if weights.has_own_head else stored["embedding.weight"]
     state = {parameter: stored[canonical_name(unit, parameter)] for parameter in module.state_dict()}
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)

@@ -1,4 +1,4 @@
-"""`python -m runtime`: decode (time a bundle on random input) and generate (text from a whole model)."""
+"""`python -m runtime`: decode (time a bundle on random input), generate (text from a whole model), report and doctor."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ import argparse
 import statistics
 import sys
 import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
-from tokenizers import Tokenizer
 
-from engines.records import read_records
 from exporter import cli
-from exporter.bundle import Bundle
+from exporter.bundle import VERIFY, Bundle
 from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
+from exporter.engine_records import read_records
 from exporter.errors import InputError
-from exporter.tokenizer import encode, open_tokenizer
 from runtime.backends import BACKENDS
 from runtime.generation import Generation
 from runtime.sampling import Sampler
 from runtime.session import DecodeSession
-from runtime.text import TextStream
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="blockline-run", description="Decode from a bundle with an in-place KV cache.")
-    commands = parser.add_subparsers(title="commands", required=True)
+    commands = parser.add_subparsers(title="commands", required=True, parser_class=cli.CommandParser)
 
     decode = commands.add_parser("decode", help="prefill and decode on random input; print the time of each step")
     _add_session_arguments(decode)
@@ -51,6 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--prompt", required=True, metavar="TEXT", help="raw text to continue")
     report.add_argument("--max-new-tokens", type=int, default=16, metavar="N", help="most tokens to add (default 16)")
     report.set_defaults(run=_report)
+
+    doctor = commands.add_parser("doctor", help="what is installed, what really works here, and how to mend what does not")
+    cli.add_format(doctor)
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -64,11 +71,22 @@ def _add_session_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)",
     )
+    parser.add_argument(
+        "--verify",
+        choices=VERIFY,
+        default="graph",
+        help="checksums to take before anything runs: the graph's (default), or those of weights, tokenizer and engine too",
+    )
 
 
 def _open(arguments: argparse.Namespace, max_batch: int) -> DecodeSession:
     session = DecodeSession.open(
-        arguments.bundle, arguments.backend, arguments.provider, max_batch=max_batch, cache_capacity=arguments.cache_capacity
+        arguments.bundle,
+        arguments.backend,
+        arguments.provider,
+        max_batch=max_batch,
+        cache_capacity=arguments.cache_capacity,
+        verify=arguments.verify,
     )
     cli.say(f"backend: {session.description}; cache: {max_batch} × {session.cache_capacity} tokens")
     return session
@@ -131,6 +149,9 @@ def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    from exporter.tokenizer import encode
+    from runtime.text import TextStream
+
     _, tokenizer = _open_text_bundle(arguments.bundle)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with _open(arguments, max_batch=1) as session:
@@ -145,6 +166,8 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _open_text_bundle(folder: str) -> tuple[Bundle, Tokenizer]:
+    from exporter.tokenizer import open_tokenizer
+
     bundle = Bundle.open(folder)
     if bundle.manifest.has_random_weights:
         raise InputError(f"bundle {folder}: its weights are random, its text would mean nothing; export it from a --checkpoint")
@@ -152,6 +175,8 @@ def _open_text_bundle(folder: str) -> tuple[Bundle, Tokenizer]:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from exporter.tokenizer import encode
+
     bundle, tokenizer = _open_text_bundle(arguments.bundle)
     manifest, validation = bundle.manifest, bundle.read_report().get("validation")
     with _open(arguments, max_batch=1) as session:
@@ -164,7 +189,8 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
         if validation:
             verdict = "PASSED" if validation["passed"] else "FAILED"
-            table.add_row("validated", f"{verdict}: {validation['max_error']:.1e} of rms at most, {validation['max_allowed']:.0e} allowed")
+            error = "not finite" if validation["max_error"] is None else f"{validation['max_error']:.1e} of rms at most"
+            table.add_row("validated", f"{verdict}: {error}, {validation['max_allowed']:.0e} allowed")
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)
@@ -176,6 +202,28 @@ def _report(arguments: argparse.Namespace) -> None:
             )
     cli.stderr.print(table)
     print(f"text      {text!r}")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from runtime.doctor import examine
+    from runtime.findings import FAILED
+
+    findings = []
+    with cli.stderr.status("looking at versions, the machine and every backend (about half a minute)"):
+        for finding in examine():
+            findings.append(finding)
+    failed = [finding for finding in findings if finding.state == FAILED]
+    if arguments.format == "json":
+        cli.print_json({"passed": not failed, "findings": [asdict(finding) for finding in findings]})
+        return cli.EXIT_CHECK_FAILED if failed else cli.EXIT_GOOD
+    table = Table("", "state", "found", title="blockline here", title_justify="left")
+    for finding in findings:
+        table.add_row(finding.name, finding.state.upper() if finding.state == FAILED else finding.state, escape(finding.detail))
+    cli.stderr.print(table)
+    for finding in failed:
+        cli.say(f"{finding.name}: {finding.detail}; to mend it: {finding.fix}")
+    cli.say(f"to mend: {len(failed)}" if failed else "everything that is needed works")
+    return cli.EXIT_CHECK_FAILED if failed else cli.EXIT_GOOD
 
 
 def main(arguments: list[str] | None = None) -> int:

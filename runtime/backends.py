@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from exporter.bundle import ENGINES_FILE, Bundle
+from exporter.bundle import ENGINES_FILE, Bundle, Manifest
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
 from exporter.memory import available_host_bytes
 from exporter.steppers.protocol import Stepper
 from runtime.memory import plan_memory
 
+log = logging.getLogger(__name__)
+
 BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
 
 
 def open_stepper(
-    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None
+    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None, verify: str = "graph"
 ) -> tuple[Stepper, int]:
     """The stepper for a session and the cache capacity to use; what does not fit in memory is refused before it is opened.
 
@@ -31,15 +34,17 @@ def open_stepper(
     if len(names) > 1:
         raise InputError(f"providers: got {names}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
-        return _open_tensorrt(bundle, max_batch, cache_capacity)
+        return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
-            return _open_tensorrt(bundle, max_batch, cache_capacity)
-        except BackendError:
-            pass  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
+            return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
+        except BackendError as error:  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
+            log.info("auto takes onnxruntime: %s", error)
+    elif backend == "auto":
+        log.info("auto takes onnxruntime: %s", f"provider {names[0]} was asked for" if names else "the bundle has no engines")
     manifest = bundle.manifest
     capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
-    plan_memory(manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity).check(available_host_bytes())
+    _check_memory(manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity, available_host_bytes())
     if backend == "eager":
         from exporter.steppers.eager import EagerStepper
 
@@ -47,16 +52,24 @@ def open_stepper(
     from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
     from exporter.steppers.parts_stepper import open_parts
 
-    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, *names)), capacity
+    provider = names[0] if names else None
+    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, provider)), capacity
 
 
-def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None) -> tuple[Stepper, int]:
+def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: int, free_bytes: int) -> None:
+    plan = plan_memory(manifest, backend, max_batch, capacity)
+    mib = [n_bytes / 2**20 for n_bytes in (plan.weights_bytes, plan.cache_bytes, plan.activations_bytes, free_bytes)]
+    log.info("%s needs weights of %.1f MiB, a cache of %.1f, activations of about %.1f; %.1f are free", backend, *mib)
+    plan.check(free_bytes)
+
+
+def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str) -> tuple[Stepper, int]:
     from engines.cuda import RuntimeCuda
     from engines.tensorrt_parts import find_engines, open_engines
 
-    records = find_engines(bundle, cache_capacity)
+    records = find_engines(bundle, cache_capacity, verify)
     capacity, cuda = records[0].decode_capacity(), RuntimeCuda()
-    plan_memory(bundle.manifest, "tensorrt", max_batch, capacity).check(cuda.free_bytes())
+    _check_memory(bundle.manifest, "tensorrt", max_batch, capacity, cuda.free_bytes())
     stepper = open_engines(bundle, records, cuda)
     if max_batch > stepper.max_batch:
         stepper.close()

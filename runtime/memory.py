@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from exporter.bundle import Manifest
-from exporter.contract import DTYPES, cache_capacity_step
+from exporter.contract import DTYPES, cache_capacity_step, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
 
@@ -82,7 +83,7 @@ def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity
     widest = 2 * config.hidden_size + 3 * config.intermediate_size
     logits = config.vocab_size * 4 * max_batch if manifest.unit.kind == "model" else 0
     return MemoryPlan(
-        weights_bytes=int(manifest.weights_bytes * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0)),
+        weights_bytes=_weights_bytes(manifest, backend),
         cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers,
         activations_bytes=max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits,
         max_batch=max_batch,
@@ -90,6 +91,15 @@ def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity
         replan=lambda batch, capacity: plan_memory(manifest, backend, batch, capacity),
         capacity_step=cache_capacity_step(config, manifest.dtype),
     )
+
+
+def _weights_bytes(manifest: Manifest, backend: str) -> int:
+    """Bytes of a backend's copies of the weights; eager PyTorch holds those stored in integers in the bundle's dtype."""
+    if backend == "eager" and manifest.weight_format is not None:
+        parameters = sum(map(math.prod, weight_shapes(manifest.config, manifest.unit).values()))
+        head = manifest.config.vocab_size * manifest.config.hidden_size if manifest.unit.kind == "model" else 0  # its own, also where it is tied
+        return (parameters + head) * DTYPES[manifest.dtype].n_bytes
+    return int(manifest.weights_bytes * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0))
 
 
 def _gib(n_bytes: int) -> str:

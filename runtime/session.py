@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from runtime.inputs import InputChecker, as_array
 from runtime.memory import plan_memory
 from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
 from runtime.slots import SlotTable
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class DecodeSession:
             max_batch: sequences to hold at once.
             cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes;
                 None means the smaller of 2,048 and what the graph was exported for, or the engine's capacity.
-            verify: "graph" checks file sizes and the graph's checksum, "full" the weights' checksum too.
+            verify: "graph" checks file sizes and the graph's checksum, "full" every checksum, that of the engine in use too.
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
@@ -108,7 +111,8 @@ class DecodeSession:
             raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
         if not isinstance(max_batch, int) or isinstance(max_batch, bool) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
-        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity)
+        stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
+        log.info("decoding with %s; %d sequences of %d tokens", stepper.description, max_batch, capacity)
         return cls(opened, stepper, max_batch, capacity)
 
     # --- state ---------------------------------------------------------------------------------------------------------

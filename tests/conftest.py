@@ -19,13 +19,16 @@ TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory):
-    """Exports a unit of the tiny model once per (unit, dtype, layers, logits) and returns the opened bundle."""
+    """Exports a unit of the tiny model once per set of arguments and returns the opened bundle."""
     exported: dict[tuple, Bundle] = {}
 
-    def export(unit: str = "block", dtype: str = "fp32", layers: str | None = None, logits: str = "last") -> Bundle:
-        key = (unit, dtype, layers, logits)
+    def export(
+        unit: str = "block", dtype: str = "fp32", layers: str | None = None, logits: str | None = None, n_parts: int = 1, cache: str = "in_place"
+    ) -> Bundle:
+        parsed = Unit.parse(unit, TINY, layers, logits, cache)
+        key = (parsed, dtype, n_parts)
         if key not in exported:
-            request = ExportRequest(TINY, Unit.parse(unit, TINY, layers, logits), RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
+            request = ExportRequest(TINY, parsed, RandomWeights(TINY, 0), dtype, MAX_POSITIONS, n_parts=n_parts)
             folder = tmp_path_factory.mktemp("bundles") / "bundle"
             export_bundle(request, folder, validated=False)
             exported[key] = Bundle.open(folder)

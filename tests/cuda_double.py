@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from engines.cuda import ALIGNMENT_BYTES, Cuda
+from engines.options import BuildOptions
 from engines.profiles import default_profiles
 from engines.records import EngineRecord
 from engines.tensorrt_stepper import TensorRTStepper
@@ -273,7 +274,7 @@ def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len
     profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
     return EngineRecord(
         "model.engine", 6, "", "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
-        {"version_compatible": False}, 0.0, 0,
+        BuildOptions().to_dict(), 0.0, 0,
     )  # fmt: skip
 
 

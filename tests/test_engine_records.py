@@ -12,16 +12,19 @@ from pathlib import Path
 import pytest
 
 from engines.gpu import Gpu
-from engines.records import EngineRecord, check_engine, check_lineage, check_runnable, publish, read_records
+from engines.options import BuildOptions
+from engines.records import check_engine, check_lineage, check_runnable, publish
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
+from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import BundleError
 
 GPU = Gpu("NVIDIA Test 9000", "9.0")
 FORK = multiprocessing.get_context("fork")
 RECORD = EngineRecord(
-    file="a.engine", size_bytes=0, sha256="", graph_file="model.c64.onnx", backend="tensorrt-rtx", version="1.7.1", compute_capability=None,
+    file="a.engine", size_bytes=0, sha256="0" * 64, graph_file="model.c64.onnx", backend="tensorrt-rtx", version="1.7.1", compute_capability=None,
     portability="portable", profiles=[{"name": "decode", "ranges": {"x": {"min": [1], "opt": [2], "max": [4]}}}], cache_capacity=64,
-    dtypes={"x": "fp16"}, lineage={GRAPH_FILE: "1", DATA_FILE: "2"}, options={"version_compatible": False}, build_seconds=1.5, peak_memory_bytes=7,
+    dtypes={"x": "fp16"}, lineage={GRAPH_FILE: "1" * 64, DATA_FILE: "2" * 64}, options=BuildOptions().to_dict(), build_seconds=1.5,
+    peak_memory_bytes=7,
 )  # fmt: skip
 
 
@@ -214,7 +217,7 @@ def test_an_engine_of_this_backend_version_and_gpu_runs():
 
 
 def test_an_engine_of_another_backend_is_refused_even_if_version_compatible():
-    record = replace(RECORD, options={"version_compatible": True})
+    record = replace(RECORD, options=BuildOptions(version_compatible=True).to_dict())
     with pytest.raises(BundleError, match=r"a\.engine: built with tensorrt-rtx 1\.7\.1, this is tensorrt 10\.16"):
         check_runnable(record, "tensorrt", "10.16", [GPU])
 
@@ -225,7 +228,7 @@ def test_an_engine_of_another_version_is_refused_with_both():
 
 
 def test_a_version_compatible_engine_of_an_earlier_version_runs():
-    check_runnable(replace(RECORD, options={"version_compatible": True}), "tensorrt-rtx", "1.8.0", [GPU])
+    check_runnable(replace(RECORD, options=BuildOptions(version_compatible=True).to_dict()), "tensorrt-rtx", "1.8.0", [GPU])
 
 
 def test_an_engine_needs_a_gpu():

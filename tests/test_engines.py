@@ -16,12 +16,13 @@ from engines.build import BuildRequest, build_bundle, prepare_bundle, prepare_on
 from engines.checks import KNOWN_LAYERS, check_network
 from engines.network import parse_network
 from engines.records import check_engine, check_lineage, check_runnable, read_records
-from engines.source import fix_capacity, load_source
+from engines.source import load_source
 from exporter.bundle import Bundle
 from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.contract import COMPONENTS, OPSET, Unit
 from exporter.errors import BackendError, BundleError, CheckFailed, InputError
 from exporter.export import ExportRequest, export_bundle
+from exporter.fixed_capacity import fix_capacity
 from exporter.weights import RandomWeights
 from tests.conftest import TINY
 

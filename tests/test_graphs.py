@@ -152,7 +152,7 @@ class OnePiece(nn.Module):
         self.prologue = traced.Prologue(TINY, MAX_POSITIONS)
         self.blocks = nn.ModuleList(traced.TracedBlock(TINY, False) for _ in range(unit.n_layers))
         if unit.kind == "model":
-            self.embedding, self.epilogue = traced.Embedding(TINY), traced.Head(TINY, unit.logits)
+            self.embedding, self.epilogue = traced.Embedding(TINY), traced.Head(TINY, unit.logits, transposed=False)
         else:
             self.epilogue = traced.ZeroPads()
 
@@ -229,7 +229,7 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     pieces = [
         assemble_module._prologue_piece(TINY, MAX_POSITIONS, growing=False),
         assemble_module._block_piece(TINY, "fp32", float32_attention=False, growing=False),
-        assemble_module._head_piece(TINY, "fp32", "all"),
+        assemble_module._head_piece(TINY, "fp32", "all", transposed=False),
         assemble_module._block_piece(TINY, "fp16", float32_attention=False, growing=True),
     ]
     alone = [text(_trace([piece])[0]) for piece in pieces]

@@ -209,15 +209,6 @@ def test_a_manifest_with_impossible_parts_is_refused(parted, tmp_path, parts):
         Bundle.open(folder)
 
 
-def test_a_manifest_from_before_parts_still_opens(tiny_bundle, tmp_path):
-    folder = tmp_path / "bundle"
-    shutil.copytree(tiny_bundle("block", "fp16").folder, folder)
-    manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    del manifest["parts"], manifest["unit"]["cache"]
-    (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
-    assert Bundle.open(folder).manifest == tiny_bundle("block", "fp16").manifest
-
-
 @pytest.mark.parametrize(("unit", "dtype"), [("model", "fp16"), ("stack", "bf16")])
 def test_validation_whole_and_by_layer_and_comparison_take_parts(parted, unit, dtype):
     bundle = parted(unit, dtype)

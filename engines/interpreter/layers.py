@@ -129,6 +129,19 @@ def rotary_embedding(layer: Any) -> Compute:
     return rounded(compute)
 
 
+def dequantize(layer: Any) -> Compute:
+    """x · scale, a scale for each block of the axis along which there are fewer scales than values. Zero points are refused."""
+    if layer.num_inputs != 2:
+        refuse(layer, f"{layer.num_inputs} inputs", "integers and scales, no zero points")
+
+    def compute(x: Tensor, scale: Tensor) -> Tensor:
+        for axis, (size, n_blocks) in enumerate(zip(x.shape, scale.shape, strict=True)):
+            scale = scale.repeat_interleave(size // n_blocks, dim=axis)
+        return (x.float() * scale.float()).to(scale.dtype)
+
+    return compute
+
+
 # --- shapes and movement -----------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +272,7 @@ LAYERS: dict[str, Callable[[Any], Compute]] = {
     "ACTIVATION": activation,
     "CAST": cast,
     "CONCATENATION": concatenation,
+    "DEQUANTIZE": dequantize,
     "ELEMENTWISE": elementwise,
     "FILL": fill,
     "GATHER": gather,
@@ -287,11 +301,13 @@ _TORCH_DTYPES = {
     "INT64": torch.int64,
     "INT32": torch.int32,
     "BOOL": torch.bool,
+    "INT8": torch.int8,
+    "INT4": torch.int8,
 }
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype of a TensorRT one."""
+    """The torch dtype that holds a TensorRT one."""
     if dtype.name not in _TORCH_DTYPES:
         raise Unsupported(f"dtype {dtype.name}: expected one of {', '.join(_TORCH_DTYPES)}")
     return _TORCH_DTYPES[dtype.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
 import torch
@@ -12,13 +13,15 @@ from onnx import numpy_helper
 from torch import Tensor
 
 from engines.backend import Backend, choose_backend
+from engines.checks import check_weight_format
 from engines.interpreter.program import Program, read_program
 from engines.network import ParsedNetwork, parse_network
-from engines.source import fix_capacity, load_source
+from engines.source import load_source
 from exporter.block import See, unseen
 from exporter.bundle import Bundle
 from exporter.contract import Contract
 from exporter.errors import CheckFailed
+from exporter.fixed_capacity import fix_capacity
 from exporter.steppers.eager import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 
@@ -48,6 +51,7 @@ class InterpreterStepper(Stepper[HostCache]):
 
     @classmethod
     def from_bundle(cls, bundle: Bundle, backend: str = "auto") -> InterpreterStepper:
+        check_weight_format(bundle.manifest)
         return cls(bundle.graph_path, bundle.manifest.contract, choose_backend(backend))
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
@@ -97,4 +101,5 @@ class _Initializers:
         self._folder = str(path.parent)
 
     def __call__(self, name: str) -> np.ndarray:
-        return numpy_helper.to_array(self._tensors[name], base_dir=self._folder).copy()  # torch wants writable memory
+        array = numpy_helper.to_array(self._tensors[name], base_dir=self._folder)
+        return array.astype(np.int8) if array.dtype == ml_dtypes.int4 else array.copy()  # torch wants writable memory

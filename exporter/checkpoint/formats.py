@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 from exporter.catalogue import ModelConfig
 from exporter.errors import CheckpointError, InputError
 from exporter.weights import WeightSource
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointWeights(WeightSource, Protocol):
@@ -53,7 +56,10 @@ def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
         what = "both config.json and params.json" if found else "no config.json (Hugging Face) and no params.json (Meta)"
         raise CheckpointError(f"checkpoint {folder}: it holds {what}, expected one of them")
     if found == ["params.json"]:
-        return open_meta(folder, model)
-    if model is not None:
+        checkpoint = open_meta(folder, model)
+    elif model is not None:
         raise InputError(f"model: got {model} beside the Hugging Face folder {folder}, whose config.json says all; leave --model out")
-    return open_huggingface(folder)
+    else:
+        checkpoint = open_huggingface(folder)
+    log.info("%s, by its %s: %s; tensors %s", folder, *found, checkpoint.config, checkpoint.weights.counts)
+    return checkpoint

@@ -166,7 +166,7 @@ class HuggingFaceWeights:
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self.description = {"source": "checkpoint"}
+        self.description, self.has_own_head = {"source": "checkpoint"}, False
         self._folder, self._config = folder, config
         self._files = _tensor_files(folder)
         expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}

@@ -158,7 +158,7 @@ class MetaWeights:
     """
 
     def __init__(self, folder: Path, config: ModelConfig, paths: list[Path], shards: list[dict[str, Tensor]]) -> None:
-        self.description = {"source": "checkpoint"}
+        self.description, self.has_own_head = {"source": "checkpoint"}, False
         self._folder, self._config, self._paths = folder, config, paths
         expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
         optional = {_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())

