@@ -32,21 +32,27 @@ def ours(checkpoint: Path, folder: Path, *extra: str) -> dict:
 
 
 def optimum(checkpoint: Path, folder: Path) -> dict:
-    return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(checkpoint), str(folder)])
+    """Its transformers 4 looks for the RoPE base where checkpoints saved by transformers 5 no longer have it, and takes 10,000 instead."""
+    rope = json.loads((checkpoint / "config.json").read_text()).get("rope_parameters", {})
+    restated = restate(checkpoint, folder.parent / "checkpoint", {key: rope[key] for key in ("rope_theta",) if key in rope})
+    return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(restated), str(folder)])
 
 
 def genai_builder(checkpoint: Path, folder: Path) -> dict:
     """The builder wants to read the architecture from config.json, which not every folder states."""
-    named = folder.parent / "checkpoint"
-    named.mkdir()
-    for path in checkpoint.iterdir():
-        (named / path.name).symlink_to(path.absolute())
-    (named / "config.json").unlink()
-    config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (named / "config.json").write_text(json.dumps(config))
-    cache = ["-c", str(folder.parent / "cache")]
-    arguments = ["-i", str(named), "-o", str(folder.absolute()), "-p", "fp32", "-e", "cpu", *cache]
+    restated = restate(checkpoint, folder.parent / "checkpoint", {"architectures": ["LlamaForCausalLM"]})
+    arguments = ["-i", str(restated), "-o", str(folder.absolute()), "-p", "fp32", "-e", "cpu", "-c", str(folder.parent / "cache")]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
+
+
+def restate(checkpoint: Path, folder: Path, settings: dict) -> Path:
+    """A folder of links to a checkpoint's files, with more said in its config.json: the same model in a peer's own words."""
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path.absolute())
+    (folder / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text()) | settings))
+    return folder
 
 
 EXPORTERS = {"ours": ours, "optimum": optimum, "genai": genai_builder}

@@ -1,6 +1,6 @@
 """The files that contenders read, all made from one checkpoint: a bundle, a peer's own export, a GGUF file, an engine.
 
-Peers' files are kept under build/bench and made again when the checkpoint or the peer's version changes; ours are made anew in every run.
+Peers' files are kept under build/bench and made again when the checkpoint, the peer's version or its call changes; ours are made anew in every run.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ class Models:
         return file
 
     def _identity(self, name: str) -> str:
-        """What a peer's form depends on: the peer's packages and the checkpoint's files."""
+        """What a peer's form depends on: its packages, how it is called, and the checkpoint's files."""
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.iterdir())
         peer = {"genai": "genai_builder", "gguf": "llama_cpp"}.get(name, name)
-        return hashlib.sha256(json.dumps([PACKAGES.get(peer), BUILD_SETTINGS.get(peer), files]).encode()).hexdigest()
+        recipes = [Path(module.__file__).read_text(encoding="utf-8") for module in (exporters, gguf_file)]
+        return hashlib.sha256(json.dumps([PACKAGES.get(peer), BUILD_SETTINGS.get(peer), recipes, files]).encode()).hexdigest()
 
 
 def _bundle(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
