@@ -35,6 +35,8 @@ LINEUP = (
     Entry(REFERENCE, "transformers", "checkpoint"),
     Entry("eager", "eager", "checkpoint"),
     Entry(OURS, "ours", "bundle"),
+    Entry("ours int8", "ours", "bundle --weights int8", weights="int8"),
+    Entry("ours int4", "ours", "bundle --weights int4", weights="int4"),
     Entry("optimum", "optimum", "optimum", "optimum"),
     Entry("genai", "genai", "genai", "genai"),
     Entry("llama.cpp", "llama_cpp", "gguf F32", "llama_cpp", options={"float32": True}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -41,14 +42,34 @@ class Contender(Base[State]):
     can_fill = False
 
     def __init__(self, model: str, threads: int, float32: bool = False) -> None:
+        self._threads, self._float32 = threads, float32
+        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+        survives = self._survives_a_step(model)
+        if not survives:
+            self.version += ", its special layouts of weights (AMX, repacked) left out: they end the process on this machine"
+        self._load(model, survives)
+
+    def _load(self, model: str, special_layouts: bool) -> None:
         llama_cpp.llama_log_set(_only_errors, None)
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_extra_bufts = special_layouts
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), parameters)
         if not self._model:
             raise RuntimeError(f"{model}: llama.cpp cannot load it")
-        self._threads, self._float32 = threads, float32
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self.version = f"llama-cpp-python {version('llama-cpp-python')}"
+
+    def _survives_a_step(self, model: str) -> bool:
+        """Whether a step with everything that llama.cpp chooses by itself comes back; tried in a child, which may be killed."""
+        child = os.fork()
+        if child == 0:
+            try:
+                self._load(model, special_layouts=True)
+                self.step(self.start(1, 64), np.ones((1, 8), np.int64))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        return os.waitpid(child, 0)[1] == 0
 
     def start(self, batch: int, capacity: int) -> State:
         parameters = llama_cpp.llama_context_default_params()
