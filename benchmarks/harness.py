@@ -20,6 +20,8 @@ from benchmarks.models import last_line
 from benchmarks.peers.environments import ROOT, prepare
 from engines.agreement import measure_agreement
 
+SLOW_TURN_MS, SLOW_LANE_MS = 2_000, 20_000  # a lane whose turn takes longer gets one timed step a turn; one that took longer in all,
+ENOUGH_SAMPLES = 5  # and has this many samples, is done
 WARM_STEPS = 1  # before the timed ones of every turn: the caches are full of another contender's weights
 
 
@@ -128,7 +130,7 @@ class Lane:
 
 
 def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[str], None]) -> dict[str, dict]:
-    """Lets every lane take a turn in each round, beginning with another one each time.
+    """Lets every lane take a turn in each round, beginning with another one each time. Slow lanes end up with fewer samples.
 
     Args:
         lanes: those that take part; one that fails is left out from then on.
@@ -144,9 +146,11 @@ def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[s
     failed: dict[str, dict] = {}
     for number in range(rounds):
         for lane in [*lanes[number % len(lanes) :], *lanes[: number % len(lanes)]]:
-            if lane.label in failed:
+            spent, timed = warm[lane.label] + samples[lane.label], samples[lane.label]
+            if lane.label in failed or (sum(spent) > SLOW_LANE_MS and len(timed) >= ENOUGH_SAMPLES):
                 continue
-            extra = {} if steps is None else {"count": steps + WARM_STEPS}
+            slow = steps is not None and timed and np.median(timed) * steps > SLOW_TURN_MS
+            extra = {} if steps is None else {"count": (1 if slow else steps) + WARM_STEPS}
             try:
                 times = lane.process.ask(lane.do, **lane.arguments, **extra)["ms"]
             except ContenderFailed as reason:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks import models
 from benchmarks.contenders.bare_products import BareProducts, bare_graph
 from benchmarks.gguf_file import convert, gguf_name
-from benchmarks.harness import WARM_STEPS, ContenderFailed, Lane, judge, race
+from benchmarks.harness import ENOUGH_SAMPLES, WARM_STEPS, ContenderFailed, Lane, judge, race
 from benchmarks.lineup import FLOORS, LINEUP, OURS, REFERENCE, Entry
 from benchmarks.models import random_checkpoint
 from benchmarks.peers.environments import PACKAGES, PeerMissing
@@ -169,6 +169,20 @@ def test_everyone_takes_turns_another_one_first_in_each_round_and_warm_up_is_rep
     results = race(lanes, rounds=3, steps=2, say=turns.append)
     assert "".join(turns) == "abcbcacab"
     assert results["a"] == {"p10_ms": 1.0, "median_ms": 2.0, "p90_ms": 3.0, "n": 6, "warm_up_ms": 100.0}
+
+
+def test_a_slow_lane_gets_fewer_steps_and_does_not_hold_up_the_rest():
+    class Slow(Runner):
+        def ask(self, do: str, count: int) -> dict:
+            self.turns.append(count - WARM_STEPS)
+            return {"ms": [4_000.0] * count}
+
+    counts: list[int] = []
+    turns: list[str] = []
+    lanes = [Lane("slow", Slow("slow", counts), "steps", {}), Lane("a", Runner("a", turns), "steps", {})]
+    results = race(lanes, rounds=10, steps=2, say=turns.append)
+    assert counts == [2, 1, 1, 1] and results["slow"]["n"] == ENOUGH_SAMPLES
+    assert results["a"]["n"] == 20
 
 
 def test_one_that_fails_in_the_race_has_no_time_and_the_others_go_on():
