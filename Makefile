@@ -16,14 +16,15 @@ MAX_BATCH ?=
 MAX_SEQ ?=
 CACHE_CAPACITY ?=
 PROMPT ?= The capital of France is
+QUICK ?=
 
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench-peers gpu-check doctor lint clean
+.PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check doctor lint clean
 
 help: ## show this list
-	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT):"
+	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(READY) ## make .venv with everything that the commands and tests need, each file checked by its SHA-256
@@ -71,7 +72,10 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 test: $(READY) checkpoint ## set up and run the tests
 	$(BIN)/python -m pytest
 
-bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxruntime-genai) under build/peers
+bench: $(READY) $(if $(QUICK),,checkpoint) ## our step beside everyone else's, all figures and plots; QUICK=1 is a small run without peers
+	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
+
+bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxruntime-genai, llama.cpp) under build/peers
 	$(BIN)/python -m benchmarks.peers.environments
 
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed

@@ -36,8 +36,8 @@ PARTS = {
 MODEL_PARTS = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
 
 
-def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SHARD_BYTES) -> int:
-    """Writes a sharded bf16 Hugging Face folder of random weights, one shard in memory at a time; returns its tensor bytes."""
+def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Writes a sharded Hugging Face folder of random weights, one shard in memory at a time; returns its tensor bytes."""
     folder.mkdir(parents=True)
     settings = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.hidden_size, "num_hidden_layers": config.n_layers,
@@ -48,7 +48,7 @@ def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SH
     (folder / "config.json").write_text(json.dumps(settings))
     weight_map: dict[str, str] = {}
     total = 0
-    for number, shard in enumerate(_shards(config, shard_bytes)):
+    for number, shard in enumerate(_shards(config, shard_bytes, dtype)):
         name = f"model-{number:05}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
@@ -57,7 +57,7 @@ def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SH
     return total
 
 
-def _shards(config: ModelConfig, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(config: ModelConfig, shard_bytes: int, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     noise = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
     shard: dict[str, torch.Tensor] = {}
     size = 0
@@ -65,7 +65,7 @@ def _shards(config: ModelConfig, shard_bytes: int) -> Iterator[dict[str, torch.T
         count = torch.Size(shape).numel()
         values = noise.roll(offset * 997)
         values = values.mul(shape[-1] ** -0.5) if len(shape) == 2 else values.mul(0.1).add(1.0)
-        tensor = values.bfloat16().repeat(-(-count // len(noise)))[:count].reshape(shape).contiguous()
+        tensor = values.to(dtype).repeat(-(-count // len(noise)))[:count].reshape(shape).contiguous()
         if size and size + tensor.nbytes > shard_bytes:
             yield shard
             shard, size = {}, 0

@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.machine import machine, stamp
@@ -25,26 +26,50 @@ OPTIMUM = (
 )
 
 
-def ours(checkpoint: Path, folder: Path) -> dict:
-    return measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--dtype", "fp32", "--no-validate", "-o", str(folder))
+def ours(checkpoint: Path, folder: Path, *extra: str) -> dict:
+    model = ["--checkpoint", str(checkpoint), "--unit", "model", "--dtype", "fp32"]
+    return measure("exporter", "export", *model, *extra, "--no-validate", "-o", str(folder))
 
 
 def optimum(checkpoint: Path, folder: Path) -> dict:
-    return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(checkpoint), str(folder)])
+    """Its transformers 4 looks for the RoPE base where checkpoints saved by transformers 5 no longer have it, and takes 10,000 instead."""
+    rope = json.loads((checkpoint / "config.json").read_text()).get("rope_parameters", {})
+    restated = restate(checkpoint, folder.parent / "checkpoint", {key: rope[key] for key in ("rope_theta",) if key in rope})
+    return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(restated), str(folder)])
 
 
 def genai_builder(checkpoint: Path, folder: Path) -> dict:
     """The builder wants to read the architecture from config.json, which not every folder states."""
-    named = folder.parent / "checkpoint"
-    named.mkdir()
-    for path in checkpoint.iterdir():
-        (named / path.name).symlink_to(path)
-    (named / "config.json").unlink()
-    config = json.loads((checkpoint / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    (named / "config.json").write_text(json.dumps(config))
-    cache = ["-c", str(folder.parent / "cache")]
-    arguments = ["-i", str(named), "-o", str(folder), "-p", "fp32", "-e", "cpu", *cache]
+    restated = restate(checkpoint, folder.parent / "checkpoint", {"architectures": ["LlamaForCausalLM"]})
+    arguments = ["-i", str(restated), "-o", str(folder.absolute()), "-p", "fp32", "-e", "cpu", "-c", str(folder.parent / "cache")]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
+
+
+def restate(checkpoint: Path, folder: Path, settings: dict) -> Path:
+    """A folder of links to a checkpoint's files, with more said in its config.json: the same model in a peer's own words."""
+    folder.mkdir()
+    for path in checkpoint.iterdir():
+        if path.name != "config.json":
+            (folder / path.name).symlink_to(path.absolute())
+    (folder / "config.json").write_text(json.dumps(json.loads((checkpoint / "config.json").read_text()) | settings))
+    return folder
+
+
+EXPORTERS = {"ours": ours, "optimum": optimum, "genai": genai_builder}
+
+
+def by_depth(checkpoints: Mapping[int, Path], names: Iterable[str], scratch: Path) -> list[dict]:
+    """Time and peak memory of exporting models of several depths; depth → checkpoint. An exporter that is missing says why."""
+    rows = []
+    for depth, checkpoint in checkpoints.items():
+        for name in names:
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                try:
+                    figures = EXPORTERS[name](checkpoint, Path(folder) / "model")
+                except (PeerMissing, RuntimeError) as reason:
+                    figures = {"not_timed": str(reason).strip().splitlines()[-1]}
+            rows.append({"n_layers": depth, "exporter": name, **figures})
+    return rows
 
 
 def main() -> None:

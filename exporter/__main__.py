@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from exporter import cli
-from exporter.catalogue import CATALOGUE, WIDTH_RULES, lookup
+from exporter.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
 from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, WEIGHT_FORMATS, Unit, WeightFormat, lookup_dtype, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
+from exporter.roofline import Step, roofline
 
 if TYPE_CHECKING:  # they load torch
     from exporter.export import ExportRequest
     from exporter.weights import WeightSource
 
 DEFAULT_PAST_LEN = 1000
+ROOFLINE_ARGUMENTS = ("bandwidth", "flops", "unit", "batch", "seq_len", "dtype", "weight_bits")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -32,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     params.add_argument(
         "--past-len", type=int, default=DEFAULT_PAST_LEN, metavar="P", help="cached tokens that the decoded token reads (default 1000)"
     )
+    _add_roofline_arguments(params)
     cli.add_format(params)
     params.set_defaults(run=_params)
 
@@ -59,6 +62,18 @@ def _parser() -> argparse.ArgumentParser:
     cli.add_format(verify)
     verify.set_defaults(run=_verify)
     return parser
+
+
+def _add_roofline_arguments(params: argparse.ArgumentParser) -> None:
+    params.add_argument("--roofline", action="store_true", help="instead: one step's time at a machine's limits, by component")
+    group = params.add_argument_group("with --roofline")
+    group.add_argument("--bandwidth", type=float, metavar="GB/S", help="what the machine reads from memory, 10^9 bytes a second")
+    group.add_argument("--flops", type=float, metavar="TFLOP/S", help="what its matrix products reach, 10^12 operations a second")
+    group.add_argument("--unit", metavar="UNIT", help="block (one of them), stack (all) or model (default)")
+    group.add_argument("--batch", type=int, metavar="B", help="sequences (default 1)")
+    group.add_argument("--seq-len", type=int, metavar="T", help="new tokens of each (default 1)")
+    group.add_argument("--dtype", metavar="DTYPE", help=f"of weights and cache, one of {', '.join(DTYPES)} (default fp16)")
+    group.add_argument("--weight-bits", type=float, metavar="BITS", help="of a weight in quantized matrices, scales included, such as 4.5")
 
 
 def _add_export_arguments(export: argparse.ArgumentParser) -> None:
@@ -101,11 +116,46 @@ def _params(arguments: argparse.Namespace) -> None:
     config = lookup(arguments.model)
     if arguments.past_len < 0:
         raise InputError(f"past-len: got {arguments.past_len}, expected 0 or more")
+    if arguments.roofline:
+        _roofline(arguments, config)
+        return
+    given = [name for name in ROOFLINE_ARGUMENTS if getattr(arguments, name) is not None]
+    if given:
+        raise InputError(f"params: got --{given[0].replace('_', '-')}, expected it with --roofline only")
     ledger = Ledger.of(config, WIDTH_RULES[arguments.model])
     if arguments.format == "json":
         cli.print_json({"model": arguments.model, **ledger.to_dict(arguments.past_len)})
     else:
         _print_ledger(arguments.model, ledger, arguments.past_len)
+
+
+def _roofline(arguments: argparse.Namespace, config: ModelConfig) -> None:
+    if arguments.bandwidth is None or arguments.flops is None:
+        raise InputError("roofline: got no machine, expected --bandwidth GB/S and --flops TFLOP/S; for this one run `make bench`")
+    unit = Unit.parse(arguments.unit or "model", config)
+    asked = {name: getattr(arguments, name) for name in ("batch", "seq_len", "past_len", "dtype", "weight_bits")}
+    step = Step(**{name: value for name, value in asked.items() if value is not None})
+    table = roofline(config, unit, step, arguments.bandwidth * 1e9, arguments.flops * 1e12)
+    if arguments.format == "json":
+        cli.print_json({"model": arguments.model, "unit": str(unit), **table})
+    else:
+        _print_roofline(f"{arguments.model}, {unit}", step, table)
+
+
+def _print_roofline(what: str, step: Step, table: dict) -> None:
+    shape = f"batch {step.batch}, {step.seq_len:,} new tokens each after {step.past_len:,} cached, {step.dtype}"
+    shown = Table("component", title=f"{what}: {shape}", title_justify="left")
+    for column in ("weights", "cache", "GFLOP", "transfers, ms", "arithmetic, ms", "at the limit, ms"):
+        shown.add_column(column, justify="right")
+    shown.add_column("bound by")
+    for row in table["components"]:
+        times = [row["transfer_ms"], row["arithmetic_ms"]]
+        cells = [_mib(row["weight_bytes"]), _mib(row["cache_bytes"]), f"{row['flops'] / 1e9:,.3f}", *(f"{ms:.4f}" for ms in [*times, max(times)])]
+        shown.add_row(row["name"], *cells, row["bound"])
+    shown.add_section()
+    whole = [_mib(table["weight_bytes"]), _mib(table["cache_bytes"]), f"{table['flops'] / 1e9:,.3f}", "", "", f"{table['limit_ms']:.4f}"]
+    shown.add_row("step", *whole, f"{step.batch * step.seq_len / table['limit_ms'] * 1e3:,.0f} tokens/s")
+    cli.stderr.print(shown)
 
 
 def _print_ledger(model: str, ledger: Ledger, past_len: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from locks.lockfile import BUILD, CUDA, INSTALLED, PACKAGES, ROOT, TORCH, UV, Pin, read_pins
 
 PLATFORMS = {"x86_64": "x86_64-manylinux_2_28", "aarch64": "aarch64-manylinux_2_35"}  # machine → uv's name for Linux on it
-EXTRAS = ("smollm2", "tensorrt-rtx", "test")  # what setup installs beside the project's own dependencies
+EXTRAS = ("smollm2", "tensorrt-rtx", "bench", "test")  # what setup installs beside the project's own dependencies
 SOURCE_ONLY = ("tensorrt-rtx", "tensorrt-rtx-cu13")  # published as source archives alone: metadata, built by the pinned setuptools
 CUDA_LIBRARIES = re.compile(r"nvidia-.*|cuda-toolkit|triton")
 

@@ -6,6 +6,7 @@ python -m benchmarks.peers.environments [NAME ...]
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,11 @@ PACKAGES = {
         "onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "torch==2.13.0", "transformers==5.24.0", "onnx==1.23.2", "onnx-ir==1.1.0",
     ],
     "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "onnxruntime==1.32.0", "torch==2.13.0"],
+    "llama_cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"],
+}
+# llama.cpp is compiled here, for this processor; it takes minutes.
+BUILD_SETTINGS = {
+    "llama_cpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF"},
 }
 
 
@@ -41,7 +47,7 @@ def prepare(name: str) -> Path:
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[name]]
-    installed = subprocess.run(command, capture_output=True, text=True)
+    installed = subprocess.run(command, capture_output=True, text=True, env=os.environ | BUILD_SETTINGS.get(name, {}))
     if installed.returncode:
         raise PeerMissing(f"peer {name}: {' '.join(PACKAGES[name])} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}")
     ready.write_text(wanted)

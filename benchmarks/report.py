@@ -1,0 +1,116 @@
+"""A run's record as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.table import Table
+
+GIB = 2**30
+
+
+def tables(record: Mapping) -> Iterator[Table]:
+    """Everything that a person wants to see of a record, workload by workload, targets last."""
+    for name, workload in record["workloads"].items():
+        yield contenders(name, workload["contenders"])
+        for kind in ("decode", "prefill"):
+            if workload[kind]:
+                yield times(f"{name}: {kind}, ms: median (p10 to p90)", workload[kind])
+        yield memory(name, workload["decode"])
+        yield ours_alone(name, workload)
+        for row in workload["roofline"]:
+            yield roofline(name, row)
+    yield exports(record["exports by depth"])
+    yield targets(record["targets"])
+
+
+def contenders(workload: str, entries: Mapping[str, Mapping]) -> Table:
+    title = f"{workload}: who takes part, and how its logits agree with the float32 reference's"
+    table = _table(title, "contender", "same token", "KL", "error of rms", "open, s", "what")
+    for name, entry in entries.items():
+        agreement = entry.get("agreement")
+        numbers = [f"{agreement['top1']:.1%}", f"{agreement['kl']:.1e}", f"{agreement['error']:.1e}"] if agreement else [""] * 3
+        seconds = f"{entry['open_seconds']:.1f}" if "open_seconds" in entry else ""
+        table.add_row(name, *numbers, seconds, entry["version"] if entry["status"] == "ran" else f"{entry['status']}: {entry['reason']}")
+    return table
+
+
+def times(title: str, cases: Sequence[Mapping]) -> Table:
+    table = _table(title, "contender", *(case["name"] for case in cases))
+    names = dict.fromkeys(name for case in cases for name in case["results"])
+    reasons: dict[str, str] = {}
+    for name in names:
+        cells = [_time(case["results"].get(name, {}), reasons, name) for case in cases]
+        table.add_row(name, *cells)
+    table.caption = "\n".join(f"{name}: {reason}" for name, reason in reasons.items()) or None
+    table.caption_justify = "left"
+    return table
+
+
+def _time(result: Mapping, reasons: dict[str, str], name: str) -> str:
+    if "median_ms" in result:
+        return f"{result['median_ms']:,.1f} ({result['p10_ms']:,.1f} to {result['p90_ms']:,.1f})"
+    reasons[name] = result.get("not_timed", "no result")
+    return "not timed"
+
+
+def memory(workload: str, cases: Sequence[Mapping]) -> Table:
+    table = _table(f"{workload}: peak resident memory while decoding, GiB", "contender", *(case["name"] for case in cases))
+    for name in dict.fromkeys(name for case in cases for name in case["results"]):
+        peaks = [case["results"].get(name, {}).get("memory", {}).get("peak") for case in cases]
+        table.add_row(name, *(f"{peak / GIB:.2f}" if peak else "" for peak in peaks))
+    table.add_section()
+    table.add_row("weights and cache, float32", *(f"{(case['sizes']['weights_bytes'] + case['sizes']['cache_bytes']) / GIB:.2f}" for case in cases))
+    return table
+
+
+def ours_alone(workload: str, record: Mapping) -> Table:
+    table = _table(f"{workload}: our own step, ms: median (p10 to p90)", "what", "ms")
+    reasons: dict[str, str] = {}
+    for row in record["capacity"]:
+        table.add_row(f"cache capacity {row['capacity']:,}", _time(row, reasons, f"{row['capacity']:,}"))
+    bare = record["bare products"]
+    table.add_row(f"step, {bare['case']}", _time(bare["step"], reasons, "step"))
+    table.add_row("its matrix products alone", _time(bare["products"], reasons, "products"))
+    return table
+
+
+def roofline(workload: str, row: Mapping) -> Table:
+    share = row["limit_ms"] / row["step_ms"]
+    table = _table(
+        f"{workload}: {row['case']}, at the machine's limit {row['limit_ms']:.2f} ms, measured {row['step_ms']:.2f} ms: {share:.0%} of the limit",
+        "component", "at the limit, ms", "bound by", "in the profile, ms", "share of the limit",
+    )  # fmt: skip
+    for component in row["components"]:
+        ms, part = component["measured_ms"], component["share"]
+        table.add_row(
+            component["name"],
+            f"{component['limit_ms']:.3f}",
+            component["bound"],
+            "" if ms is None else f"{ms:.3f}",
+            "" if part is None else f"{part:.0%}",
+        )
+    return table
+
+
+def exports(rows: Sequence[Mapping]) -> Table:
+    table = _table("export by depth", "layers", "exporter", "seconds", "peak GiB")
+    for row in rows:
+        figures = (f"{row['seconds']:.1f}", f"{row['peak_memory_bytes'] / GIB:.2f}") if "seconds" in row else (row["not_timed"], "")
+        table.add_row(str(row["n_layers"]), row["exporter"], *figures)
+    return table
+
+
+def targets(rows: Sequence[Mapping]) -> Table:
+    table = _table("targets: ratios, at most", "target", "wanted", "measured", "")
+    for row in rows:
+        measured = "" if row["measured"] is None else f"{row['measured']:.2f}"
+        table.add_row(row["name"], f"{row['wanted']:.2f}", measured, {True: "met", False: "MISSED", None: "not measured"}[row["met"]])
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(first, title=title, title_justify="left")
+    for name in others:
+        table.add_column(name, justify="left" if name in ("what", "target", "bound by", "exporter", "") else "right")
+    return table
