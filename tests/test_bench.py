@@ -119,8 +119,8 @@ def test_targets_are_met_missed_or_not_measured():
 
     def record(ours_ms: float) -> dict:
         results = {ours: {"median_ms": ours_ms}, "optimum": {"median_ms": 10.0}}
-        rest = {"prefill": [], "roofline": [], "capacity": [], "bare products": {"step": {}, "products": {}}}
-        return {"workloads": {workload: {"decode": [{"name": case, "results": results}], **rest}}, "exports by depth": []}
+        rest = {"prefill": [], "capacity": [], "bare products": {"step": {}, "products": {}}}
+        return {"workloads": {workload: {"decode": [{"name": case, "results": results}], **rest}}}
 
     for ours_ms in (9.0, 11.0):
         rows = {row["name"]: row for row in measured_targets(record(ours_ms))}
@@ -137,12 +137,11 @@ def test_every_target_names_figures_of_the_full_run():
         workloads[workload.name] = {
             "decode": [{"name": case.name, "results": results, "sizes": sizes} for case in workload.decodes],
             "prefill": [{"name": f"prefill {length:,}", "results": results} for length in workload.prefills],
-            "roofline": [{"case": case.name, "limit_ms": 1.0} for case in workload.decodes],
+            "contenders": {entry.name: {"open_seconds": 1.0, "agreement": {"top1": 0.99}} for entry in LINEUP},
             "capacity": [{"capacity": capacity, "median_ms": 1.0} for capacity in workload.capacities],
             "bare products": {"step": {"median_ms": 1.0}, "products": {"median_ms": 1.0}},
         }
-    exports = [{"n_layers": depth, "exporter": name, "seconds": 1, "peak_memory_bytes": 1} for depth in FULL.depths for name in ("ours", "optimum")]
-    known = figures({"workloads": workloads, "exports by depth": exports})
+    known = figures({"workloads": workloads})
     assert not {name for target in TARGETS for name in (target.numerator, target.denominator)} - set(known)
 
 
