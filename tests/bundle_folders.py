@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
@@ -38,6 +39,7 @@ def in_child(body) -> int:
     """Runs `body` in a forked child; returns its exit code: what it returned, 99 where it raised, or minus the signal's number."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
         try:
             os._exit(body())
         finally:

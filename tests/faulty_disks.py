@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 NOBODY = 65534
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
@@ -27,6 +28,7 @@ def run_apart(body: Callable[[], None], tmp_path: Path) -> None:
             os.dup2(output.fileno(), 2)
             sys.stderr = sys.__stderr__  # not the one that captures
             code = 1
+            torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
             try:
                 body()
                 code = 0

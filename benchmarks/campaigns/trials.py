@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import engines.__main__
 import exporter.__main__
 from engines.backend import choose_backend
@@ -167,6 +169,7 @@ def fork(body: Callable[[], int | None]) -> int:
     """Starts `body` in a forked child, its output dropped; returns the child's process id."""
     child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
         try:
             null = os.open(os.devnull, os.O_RDWR)
             for stream in (0, 1, 2):
