@@ -1,0 +1,1 @@
+"""Long seeded campaigns: run by hand at full size and recorded, the same code small in the tests."""
