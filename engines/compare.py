@@ -296,10 +296,11 @@ def compare_bundle(
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource:
     manifest = bundle.manifest
+    own = bundle_weights(bundle)  # also shows that they are of the manifest's geometry, before any are made by it
     if manifest.weights["source"] == "random":
         return RandomWeights(manifest.config, manifest.weights["seed"])
     say("weights: the bundle's own; give --checkpoint to hold them against their source")
-    return bundle_weights(bundle)
+    return own
 
 
 def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -12,11 +11,13 @@ from pathlib import Path
 
 from engines.gpu import Gpu
 from exporter.bundle import ENGINES_FILE, Bundle, sha256_of, to_json
+from exporter.catalogue import short
+from exporter.documents import is_inside, read_document
 from exporter.errors import BundleError
 from exporter.placing import write_atomically
 
 FORMAT_VERSION = 1
-BUILD_OPTIONS = ("version_compatible",)  # what deciding about an engine needs of its options
+BUILD_OPTIONS = ("version_compatible", "refit", "strip_plan", "tf32")  # what is decided by and said of an engine
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,14 @@ def read_records(folder: Path) -> list[EngineRecord]:
     if not path.is_file():
         return []
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_document(path)
         if data["format_version"] != FORMAT_VERSION:
-            raise BundleError(f"{path}: got format_version {data['format_version']!r}, expected {FORMAT_VERSION}; build again")
+            raise BundleError(f"{path}: got format_version {short(data['format_version'])}, expected {FORMAT_VERSION}; build again")
         return [_typed(EngineRecord(**record)) for record in data["engines"]]
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         if isinstance(error, BundleError):
             raise
-        raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
+        raise BundleError(f"{path}: it is damaged ({str(error)[:300]}); remove it and build again") from None
 
 
 def _typed(record: EngineRecord) -> EngineRecord:
@@ -92,9 +93,23 @@ def _typed(record: EngineRecord) -> EngineRecord:
         raise TypeError("it names a file outside of its folder")
     if set(BUILD_OPTIONS) - set(record.options):
         raise TypeError(f"options miss {sorted(set(BUILD_OPTIONS) - set(record.options))}")
+    for texts in (record.dtypes, record.lineage):
+        if not all(isinstance(text, str) for text in texts.values()):
+            raise TypeError("dtypes or lineage hold something else than texts")
+    if not all(0 <= value < 2**63 for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)):
+        raise TypeError("it holds numbers that nothing can have")
     for profile in record.profiles:
-        profile["name"], {name: (r["min"], r["opt"], r["max"]) for name, r in profile["ranges"].items()}
+        _check_profile(profile)
     return record
+
+
+def _check_profile(profile: dict) -> None:
+    if not isinstance(profile["name"], str):
+        raise TypeError(f"a profile is called {short(profile['name'])}")
+    for name, r in profile["ranges"].items():
+        shapes = (r["min"], r["opt"], r["max"])
+        if len({len(shape) for shape in shapes}) != 1 or not all(isinstance(size, int) and size >= 0 for shape in shapes for size in shape):
+            raise TypeError(f"the range of {name[:80]} is {short(r)}")
 
 
 def publish(folder: Path, temporary_engine: Path, record: EngineRecord) -> None:
@@ -132,8 +147,8 @@ def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> No
         BundleError: the file is missing or not the one that was built.
     """
     path = folder / record.file
-    if not path.is_file():
-        raise BundleError(f"engine {path}: it is missing; build again")
+    if not path.is_file() or not is_inside(path, folder):
+        raise BundleError(f"engine {path}: it is missing, or a link that leads out of its folder; build again")
     if path.stat().st_size != record.size_bytes or (verify == "full" and sha256_of(path) != record.sha256):
         raise BundleError(f"engine {path}: it is not the file that was built (size or SHA-256 differ); build again")
 

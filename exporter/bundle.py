@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exporter import __version__
-from exporter.catalogue import ModelConfig
+from exporter.catalogue import ModelConfig, short
 from exporter.contract import (
     CACHES,
     COMPONENTS,
@@ -30,7 +30,9 @@ from exporter.contract import (
     part_bounds,
     part_contract,
 )
+from exporter.documents import is_inside, parse_document, read_document
 from exporter.errors import BundleError, InputError
+from exporter.graph_form import check_graph_form
 
 FORMAT_VERSION = 1
 GRAPH_FILE = "model.onnx"
@@ -75,6 +77,13 @@ class Manifest:
     contract: Contract
     files: dict[str, dict]
     parts: tuple[Bounds, ...] = ()
+
+    @property
+    def largest_number(self) -> int:
+        """No shape or bound that a graph of this bundle is made of is larger."""
+        config = self.config
+        heads = config.n_heads * config.head_dim
+        return max(config.vocab_size, config.hidden_size, config.intermediate_size, heads, 2 * self.max_positions)
 
     @property
     def weights_bytes(self) -> int:
@@ -135,15 +144,30 @@ class Manifest:
                 that its own config and unit ask for.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BundleError(f"{subject}: not JSON ({error}); export the bundle again") from None
+            data = parse_document(text)
+        except ValueError as error:
+            raise BundleError(f"{subject}: not JSON ({str(error)[:300]}); export the bundle again") from None
+        return cls._from_data(data, subject)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a bundle's folder; raises as `from_json`."""
+        path = folder / MANIFEST_FILE
+        try:
+            data = read_document(path)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); export the bundle again") from None
+        return cls._from_data(data, str(path))
+
+    @classmethod
+    def _from_data(cls, data: object, subject: str) -> Manifest:
         if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
             version = data.get("format_version") if isinstance(data, dict) else None
-            raise BundleError(f"{subject}: got format_version {version!r}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
+            raise BundleError(f"{subject}: got format_version {short(version)}, expected {FORMAT_VERSION}; open it with the blockline that wrote it")
         data.setdefault("parts", [])  # manifests from before there were any
         if set(data) != _MANIFEST_KEYS:
-            raise BundleError(f"{subject}: unknown keys {sorted(set(data) - _MANIFEST_KEYS)}, missing keys {sorted(_MANIFEST_KEYS - set(data))}")
+            unknown, missing = sorted(set(data) - _MANIFEST_KEYS), sorted(_MANIFEST_KEYS - set(data))
+            raise BundleError(f"{subject}: unknown keys {short(unknown)}, missing keys {missing}")
         try:
             manifest = cls(
                 config=ModelConfig.from_dict(data["config"]),
@@ -162,7 +186,7 @@ class Manifest:
                 parts=tuple((first, stop) for first, stop in data["parts"]),
             )
             problem = _first_problem(manifest, data["opset"])
-        except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise BundleError(f"{subject}: malformed ({str(error)[:300]}); export the bundle again") from None
         if problem:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
@@ -210,9 +234,15 @@ def _first_problem(manifest: Manifest, opset: object) -> str | None:
         return f"got max_positions {manifest.max_positions!r}, expected 1 to {manifest.config.context_length}"
     if not isinstance(weights, dict) or weights.get("source") not in ("random", "checkpoint"):
         return f"got weights {weights!r}, expected a source, random or checkpoint"
-    if not all(isinstance(token, int) for token in manifest.end_token_ids):
-        return f"got end_token_ids {list(manifest.end_token_ids)!r}, expected whole numbers"
+    if weights["source"] == "random" and not _is_count(weights.get("seed")):
+        return f"got seed {short(weights.get('seed'))} of random weights, expected a whole number of at least 0"
+    if not all(map(_is_count, manifest.end_token_ids)):
+        return f"got end_token_ids {short(list(manifest.end_token_ids))}, expected whole numbers of at least 0"
     return None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 @dataclass(frozen=True)
@@ -231,7 +261,8 @@ class Bundle:
             verify: "graph" checks every size and the checksum of model.onnx; "full" every checksum.
 
         Raises:
-            BundleError: a file is missing, truncated or changed, or the manifest cannot be read.
+            BundleError: a file is missing, truncated, changed or leads out of the folder, the manifest cannot be read, or the
+                graph is not of the form that exports have.
         """
         folder = Path(folder)
         if verify not in ("graph", "full"):
@@ -240,9 +271,11 @@ class Bundle:
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
-        bundle = cls(folder, Manifest.from_json(_read_text(path), str(path)))
+        bundle = cls(folder, Manifest.read(folder))
         graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
         bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
+        for part in bundle.parts:
+            check_graph_form(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
         return bundle
 
     def _check_files(self, checksums: list[str]) -> None:
@@ -250,6 +283,8 @@ class Bundle:
             path = self.folder / name
             if not path.is_file():
                 raise BundleError(f"bundle {self.folder}: {name} is missing; restore it or export the bundle again")
+            if not is_inside(path, self.folder):
+                raise BundleError(f"bundle {self.folder}: {name} is a link that leads out of the folder; put the file itself there")
             size = path.stat().st_size
             if size != entry["size_bytes"]:
                 raise BundleError(
@@ -270,11 +305,11 @@ class Bundle:
         if not path.is_file():
             return []
         try:
-            records = [(str(record["file"]), record["sha256"]) for record in json.loads(_read_text(path))["engines"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BundleError(f"{path}: it is damaged ({error}); remove it and build again") from None
+            records = [(str(record["file"]), record["sha256"]) for record in read_document(path)["engines"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BundleError(f"{path}: it is damaged ({str(error)[:300]}); remove it and build again") from None
         for name, checksum in records:
-            if Path(name).name != name or not (self.folder / name).is_file():
+            if Path(name).name != name or not (self.folder / name).is_file() or not is_inside(self.folder / name, self.folder):
                 raise BundleError(f"bundle {self.folder}: engine {name} is missing; build again")
             if sha256_of(self.folder / name) != checksum:
                 raise BundleError(f"bundle {self.folder}: engine {name} has another SHA-256 than when it was built; build again")
@@ -303,10 +338,16 @@ class Bundle:
             BundleError: the report is damaged.
         """
         path = self.folder / REPORT_FILE
+        if not path.is_file():
+            return {}
         try:
-            return json.loads(_read_text(path)) if path.is_file() else {}
-        except (ValueError, RecursionError) as error:
-            raise BundleError(f"{path}: not JSON ({error}); run `python -m exporter validate {self.folder}` again") from None
+            report = read_document(path)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); remove it and validate again") from None
+        if not isinstance(report, dict) or not isinstance(report.get("validation", {}), dict):
+            raise BundleError(f"{path}: got {short(report)}, expected an object with an object at validation; remove it and validate again")
+        return report
+
 
 def check_in_place(bundle: Bundle) -> None:
     """Refuses a bundle whose cache grows, where it must be updated in place.
@@ -324,13 +365,6 @@ def check_in_place(bundle: Bundle) -> None:
 def to_json(data: object) -> str:
     """The one spelling of JSON that bundles use, so that equal data are equal bytes."""
     return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path}: cannot be read ({error})") from None
 
 
 def sha256_of(path: Path) -> str:

@@ -22,6 +22,8 @@ def check_graph(path: Path, contract: Contract) -> None:
     except onnx.checker.ValidationError as error:
         raise CheckFailed(f"{path}: not valid ONNX: {error}") from error
     model = onnx.load(path, load_external_data=False)
+    if any(not node.input or not node.output for node in model.graph.node):
+        raise CheckFailed(f"{path}: the graph breaks its contract:\n  a node reads or makes nothing")
     problems = [
         *_opset_problems(model),
         *_interface_problems("input", model.graph.input, contract.inputs),

@@ -10,14 +10,14 @@ import ctypes
 import errno
 import fcntl
 import glob
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, to_json
+from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, Manifest, to_json
+from exporter.documents import read_document
 from exporter.errors import InputError
 
 # --- temporaries ---------------------------------------------------------------------------------------------------------
@@ -90,6 +90,8 @@ def write_atomically(path: Path, text: str) -> None:
         InputError: the folder cannot be written; the file is as before.
     """
     temporary = None
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: it is no plain file and would be replaced by one; choose another path")
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -124,6 +126,8 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     Raises:
         InputError: `target` is a file, or cannot be written, or holds somebody's file of a name that would be written.
     """
+    if not os.fspath(target):
+        raise InputError("output: got an empty path, expected a folder to make; give one with -o")
     target = Path(os.path.abspath(target))
     if target.is_symlink():
         target = target.resolve()
@@ -156,6 +160,8 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     folders = {name.partition("/")[0] for name in owned if "/" in name}
     _keep_others(target, temporary, owned | folders)
     for part in sorted(folders):
+        if (target / part).is_symlink():  # somebody's own folder, which is not this bundle's to empty
+            raise InputError(f"output {target}: its {part} is a link, expected a folder that an export made; choose another -o")
         _keep_others(target / part, temporary / part, _engine_files(target / part) | {GRAPH_FILE, DATA_FILE, ENGINES_FILE})
     _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
 
@@ -184,17 +190,17 @@ def _link_or_copy(source: str | Path, destination: str | Path) -> None:
 def _owned_files(folder: Path) -> set[str]:
     """Names in a folder that a bundle there put into it: by its manifest and its engine records."""
     try:
-        files = set(json.loads((folder / MANIFEST_FILE).read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        files = set(Manifest.read(folder).files)
+    except InputError:
         return set()
     return files | _engine_files(folder) | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
 
 
 def _engine_files(folder: Path) -> set[str]:
     try:
-        records = json.loads((folder / ENGINES_FILE).read_text())["engines"]
-        return {record[key] for record in records for key in ("file", "graph_file")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        records = read_document(folder / ENGINES_FILE)["engines"]
+        return {record[key] for record in records for key in ("file", "graph_file") if Path(record[key]).name == record[key]}
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 

@@ -17,10 +17,10 @@ TEXTS = (
     "", " ", "-", "--", "-x", "--help", "a", "fp16", "fp32", "bf16", "fp64", "all", "last", "block", "model", "stack", "component:", "component:x",
     "component:rms_norm", "component:repeat_kv", "growing", "auto", "eager", "onnxruntime", "tensorrt", "tensorrt-rtx", "eager,onnxruntime", ",",
     "CPUExecutionProvider", "CUDAExecutionProvider", "0:1", "1:2", "1", ":", "2:1", "x:1x2", "x:[1,2]", "position_ids:1x1", "\x1b[31mred", "é", "模型",
-    "a\nb", "\udcff", "x" * 100_000, "[bold]", "{}", "%s", "*", "$(touch canary)", "`touch canary`", "; touch canary", "a\0b",
+    "a\nb", "\udcff", "x" * 100_000, "[bold]", "{}", "%s", "*", "$(touch canary)", "`touch canary`", "; touch canary",
 )  # fmt: skip
-INPUTS = ("{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "a\0b", "x" * 5000)
-OUTPUTS = ("{}/out/a", "{}/out/b\nc", "{}/out/-x", "{}/out/\udcff", "{}/out/" + "y" * 300, "{}/input/model.onnx/x", "/proc/x/y", "", "{}/out/[red]", "a\0b")
+INPUTS = ("{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "x" * 5000)
+OUTPUTS = ("{}/out/a", "{}/out/b\nc", "{}/out/-x", "{}/out/\udcff", "{}/out/" + "y" * 300, "{}/input/model.onnx/x", "/proc/x/y", "", "{}/out/[red]")
 OPTIONS = {  # command → option → what kind of value it takes; None takes none
     ("exporter", "params"): {"--model": "model", "--past-len": "number", "--format": "text"},
     ("exporter", "export"): {
@@ -96,7 +96,7 @@ def command_line(originals: Path, folder: Path, rng: Random) -> list[Door]:
 def prompt(originals: Path, folder: Path, rng: Random) -> list[Door]:
     """Any text as a prompt."""
     shutil.copytree(originals / "model", folder)
-    alphabet = rng.choice(("ab hel", "\0\x01\x1b\x7f\x9b[31m", "éß模型👍🏽\u202e\u200d\ufeff", "\ud800\udcff\udfff", "<|endoftext|></s>[INST]"))
+    alphabet = rng.choice(("ab hel", "\x01\x1b\x7f\x9b[31m", "éß模型👍🏽\u202e\u200d\ufeff", "\ud800\udcff\udfff", "<|endoftext|></s>[INST]"))
     text = "".join(rng.choice(alphabet) for _ in range(rng.choice((0, 1, 3, 10, 50, 5000))))
     return [command("runtime", rng.choice(("generate", "report")), "{}/input", f"--prompt={text}", "--max-new-tokens", "2")]
 

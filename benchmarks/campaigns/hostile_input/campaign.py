@@ -76,14 +76,16 @@ class Worker:
 
     def run(self, kind: str, number: int) -> dict:
         """The case's result; where the worker died or had to be ended, one that says so."""
+        door = "input"
         lost: dict = {"kind": kind, "number": number, "outcomes": [], "faults": [], "gates": [], "seconds": 0.0, "memory_bytes": 0}
         started = time.monotonic()
         try:
             self.process.stdin.write(json.dumps([kind, number]) + "\n")
             self.process.stdin.flush()
-            door, answer = "input", self._answer(KILL_SECONDS)
+            answer = self._answer(KILL_SECONDS)
             while "door" in answer:
-                door, answer = answer["door"], self._answer(KILL_SECONDS)
+                door = answer["door"]
+                answer = self._answer(KILL_SECONDS)
             return answer
         except (BrokenPipeError, EOFError):
             what = f"crash: the process ended with {self.process.wait()}"
