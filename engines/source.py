@@ -61,12 +61,12 @@ def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
 
 def _check_external(path: Path, tensor: onnx.TensorProto) -> None:
     where = {entry.key: entry.value for entry in tensor.external_data}
-    location, name = where.get("location", ""), short(tensor.name)
+    location, name = where.get("location", ""), tensor.name[:80]
     data = path.parent / location
     if len(where) != len(tensor.external_data):
         raise BundleError(f"{path}: the place of {name} is given twice; the file is damaged")
     if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts or not is_inside(data, path.parent):
-        raise BundleError(f"{path}: the data of {name} is at {short(location)}, expected a file in the same folder")
+        raise BundleError(f"{path}: the data of {name} is at {location[:80]!r}, expected a file in the same folder")
     if not data.is_file():
         raise BundleError(f"{path}: the data of {name} is missing: no {location} beside it; restore it or export again")
     size = data.stat().st_size

@@ -30,7 +30,7 @@ from exporter.contract import (
     part_bounds,
     part_contract,
 )
-from exporter.documents import is_inside, parse_document, read_document
+from exporter.documents import LARGEST_BYTES, is_inside, parse_document, read_document
 from exporter.errors import BundleError, InputError
 from exporter.graph_form import check_graph_form
 
@@ -272,13 +272,15 @@ class Bundle:
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         bundle = cls(folder, Manifest.read(folder))
-        graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        bundle._check_files(graphs if verify == "graph" else list(bundle.manifest.files))
-        for part in bundle.parts:
+        bundle._check_files()
+        for part in bundle.parts:  # which also bounds what the checksums of all files are taken of
             check_graph_form(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
+        if verify == "full":
+            bundle._check_checksums(list(bundle.manifest.files))
         return bundle
 
-    def _check_files(self, checksums: list[str]) -> None:
+    def _check_files(self) -> None:
+        """Every file there, in the folder and of its size; and the checksums of the graphs."""
         for name, entry in self.manifest.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -290,7 +292,13 @@ class Bundle:
                 raise BundleError(
                     f"bundle {self.folder}: {name} has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
                 )
-            if name in checksums and sha256_of(path) != entry["sha256"]:
+            if name.rpartition("/")[2] != DATA_FILE and size > LARGEST_BYTES:
+                raise BundleError(f"bundle {self.folder}: {name} has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again")
+        self._check_checksums([name for name in self.manifest.files if name.rpartition("/")[2] == GRAPH_FILE])
+
+    def _check_checksums(self, names: list[str]) -> None:
+        for name in names:
+            if sha256_of(self.folder / name) != self.manifest.files[name]["sha256"]:
                 raise BundleError(f"bundle {self.folder}: {name} has another SHA-256 than the manifest says; it was changed; export again")
 
     def check_engines(self) -> list[str]:
@@ -309,9 +317,11 @@ class Bundle:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BundleError(f"{path}: it is damaged ({str(error)[:300]}); remove it and build again") from None
         for name, checksum in records:
-            if Path(name).name != name or not (self.folder / name).is_file() or not is_inside(self.folder / name, self.folder):
-                raise BundleError(f"bundle {self.folder}: engine {name} is missing; build again")
-            if sha256_of(self.folder / name) != checksum:
+            path = self.folder / name
+            if Path(name).name != name or not path.is_file() or not is_inside(path, self.folder) or path.stat().st_size > self.largest_engine:
+                reason = "it is missing, a link out of the folder, or larger than an engine of these weights"
+                raise BundleError(f"bundle {self.folder}: engine {name} cannot be used, {reason}; build again")
+            if sha256_of(path) != checksum:
                 raise BundleError(f"bundle {self.folder}: engine {name} has another SHA-256 than when it was built; build again")
         return [name for name, _ in records]
 
@@ -321,6 +331,11 @@ class Bundle:
         if not self.manifest.parts:
             return [self]
         return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index)) for index in range(len(self.manifest.parts))]
+
+    @property
+    def largest_engine(self) -> int:
+        """Bytes that no engine of this bundle reaches: they hold the weights once, and kernels."""
+        return 4 * self.manifest.weights_bytes + 2**31
 
     @property
     def graph_path(self) -> Path:

@@ -20,14 +20,16 @@ from exporter.errors import BundleError
 from exporter.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
 
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
-OPERATORS = frozenset(
-    "Add And Attention Cast Clip Concat Equal Expand Gather GatherElements GatherND Gemm Less LessOrEqual MatMul Mul Not Or Range "
-    "ReduceMax Reshape RMSNormalization RotaryEmbedding Shape Sigmoid Slice Split Squeeze Sub TensorScatter Transpose Unsqueeze Where".split()
-)
+OPERATORS = {
+    "Add", "And", "Attention", "Cast", "Clip", "Concat", "Equal", "Expand", "Gather", "GatherElements", "GatherND", "Gemm", "Less", "LessOrEqual",
+    "MatMul", "Mul", "Not", "Or", "Range", "ReduceMax", "Reshape", "RMSNormalization", "RotaryEmbedding", "Shape", "Sigmoid", "Slice", "Split",
+    "Squeeze", "Sub", "TensorScatter", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
 BYTES_PER_LAYER = 64 * 1024  # an export has about 9 kB a layer
 NODES_PER_LAYER = 128  # an export has about 35
 EDGE_LAYERS = 8  # what comes before and after the layers counts as so many
 INT64 = ONNX_TYPES["int64"]
+_ATTRIBUTE_TYPES = (1, 2, 7)  # a float, a whole number, whole numbers
 _ITEM_BYTES = {INT64: 8, **{dtype.onnx: dtype.n_bytes for dtype in DTYPES.values()}}
 
 
@@ -220,7 +222,7 @@ def _attribute(data: memoryview) -> None:
             text(kind, value)
         elif number == 8:
             list(int64s(kind, value))
-        elif kind != (FIXED32 if number == 2 else VARINT):
+        elif kind != (FIXED32 if number == 2 else VARINT) or (number == 20 and value not in _ATTRIBUTE_TYPES):
             raise ValueError("an attribute of another type than it says")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.campaigns.hostile_input.campaign import CASE_BYTES, CASE_SECONDS, run_campaign
@@ -36,10 +38,10 @@ def main() -> int:
         originals = arguments.originals or Path(scratch)
         if not (originals / "sharded").is_dir():
             make_originals(originals)
-        result = run_campaign(cases, arguments.seed, arguments.jobs, originals.absolute(), _say)
+        result = run_campaign(cases, arguments.seed, arguments.jobs, originals.absolute(), _reporter())
     record = {
         "what": "hostile files and arguments through every door: success, or the project's own error with exit code 1 or 2",
-        "limits": {"seconds": CASE_SECONDS, "bytes": CASE_BYTES},
+        "limits": {"cpu_seconds": CASE_SECONDS, "bytes": CASE_BYTES},
         "seed": arguments.seed, "machine": machine(), **stamp(), **result,
     }  # fmt: skip
     if arguments.record:
@@ -49,9 +51,17 @@ def main() -> int:
     return 1 if result["faults"] else 0
 
 
-def _say(result: dict) -> None:
-    for fault in result["faults"]:
-        print(f"{result['kind']} {result['number']}: {fault}", file=sys.stderr, flush=True)
+def _reporter() -> Callable[[dict], None]:
+    """Says each fault, and every thousand cases how many there were."""
+    numbers = itertools.count(1)
+
+    def report(result: dict) -> None:
+        if (number := next(numbers)) % 1000 == 0:
+            print(f"{number:,} cases", file=sys.stderr, flush=True)
+        for fault in result["faults"]:
+            print(f"{result['kind']} {result['number']}: {fault}", file=sys.stderr, flush=True)
+
+    return report
 
 
 if __name__ == "__main__":

@@ -16,10 +16,13 @@ NUMBERS = (
 TEXTS = (
     "", " ", "-", "--", "-x", "--help", "a", "fp16", "fp32", "bf16", "fp64", "all", "last", "block", "model", "stack", "component:", "component:x",
     "component:rms_norm", "component:repeat_kv", "growing", "auto", "eager", "onnxruntime", "tensorrt", "tensorrt-rtx", "eager,onnxruntime", ",",
-    "CPUExecutionProvider", "CUDAExecutionProvider", "0:1", "1:2", "1", ":", "2:1", "x:1x2", "x:[1,2]", "position_ids:1x1", "\x1b[31mred", "é", "模型",
+    "CPUExecutionProvider", "CUDAExecutionProvider",
+    "0:1", "1:2", "1", ":", "2:1", "x:1x2", "x:[1,2]", "position_ids:1x1", "\x1b[31mred", "é", "模型",
     "a\nb", "\udcff", "x" * 100_000, "[bold]", "{}", "%s", "*", "$(touch canary)", "`touch canary`", "; touch canary",
 )  # fmt: skip
-INPUTS = ("{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "x" * 5000)
+INPUTS = (
+    "{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "x" * 5000,
+)  # fmt: skip
 OUTPUTS = ("{}/out/a", "{}/out/b\nc", "{}/out/-x", "{}/out/\udcff", "{}/out/" + "y" * 300, "{}/input/model.onnx/x", "/proc/x/y", "", "{}/out/[red]")
 OPTIONS = {  # command → option → what kind of value it takes; None takes none
     ("exporter", "params"): {"--model": "model", "--past-len": "number", "--format": "text"},
@@ -36,7 +39,9 @@ OPTIONS = {  # command → option → what kind of value it takes; None takes no
         "--timing-cache": "output", "--version-compatible": None, "--hardware-compatibility": "text", "--strip-plan": None, "--refit": None,
         "--profiling-verbosity": "text", "--tf32": None,
     },
-    ("engines", "inspect"): {"--backend": "text", "--max-batch": "number", "--max-seq-len": "number", "--cache-capacity": "number", "--format": "text"},
+    ("engines", "inspect"): {
+        "--backend": "text", "--max-batch": "number", "--max-seq-len": "number", "--cache-capacity": "number", "--format": "text",
+    },
     ("engines", "compare"): {
         "--checkpoint": "checkpoint", "--model": "text", "--backends": "text", "--provider": "text", "--parser": "text", "--no-audit": None,
         "--seed": "number", "--html": "output", "--cache-capacity": "number", "--save-inputs": "output", "--save-outputs": "output",
@@ -51,7 +56,9 @@ OPTIONS = {  # command → option → what kind of value it takes; None takes no
         "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text", "--max-new-tokens": "number",
         "--temperature": "number", "--top-k": "number", "--top-p": "number", "--seed": "number",
     },
-    ("runtime", "report"): {"--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text", "--max-new-tokens": "number"},
+    ("runtime", "report"): {
+        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text", "--max-new-tokens": "number",
+    },
 }  # fmt: skip
 MODELS = ("llama3-8b", "smollm2-135m", "llama3.1-405b", "nope", "", "\x1b[31m")
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from random import Random
 
-from benchmarks.campaigns.hostile_input.doors import BUNDLE_DOORS, ENGINE_DOORS, GRAPH_DOORS, TEXT_DOORS, Door, draw
+from benchmarks.campaigns.hostile_input.doors import BUNDLE_DOORS, ENGINE_DOORS, FILE_DOORS, GRAPH_DOORS, TEXT_DOORS, Door, draw
 from benchmarks.campaigns.hostile_input.graphs import mutate_data, mutate_external, mutate_graph
 from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, damage_text, flip_bytes, hostile_value, mutate, to_text
 from exporter.bundle import sha256_of
@@ -125,7 +125,7 @@ def data_file(originals: Path, folder: Path, rng: Random) -> list[Door]:
     data = [path for path in files if path.name == "model.onnx.data" and path.stat().st_size]
     mutate_data(rng.choice(data if data and rng.random() < 0.6 else files), rng)
     seal(folder, rng)
-    return draw(GRAPH_DOORS, rng, 2)
+    return draw(FILE_DOORS, rng, 2)
 
 
 def tokenizer(originals: Path, folder: Path, rng: Random) -> list[Door]:

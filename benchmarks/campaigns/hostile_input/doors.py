@@ -100,12 +100,14 @@ GENERATE = command("runtime", "generate", "{}/input", "--prompt", "hello", "--ma
 REPORT = command("runtime", "report", "{}/input", "--prompt", "hello", "--max-new-tokens", "2")
 INSPECT = command("engines", "inspect", "{}/input", "--format", "json")
 INSPECT_TABLE = command("engines", "inspect", "{}/input")
-BUILD = command("engines", "build", "{}/input", "--max-batch", "1", "--max-seq-len", "4", "--cache-capacity", "32", "--builder-optimization-level", "0")
+BUILD = command("engines", "build", "{}/input", "--max-batch", "1", "--max-seq-len", "4", "--cache-capacity", "32")
 BUILD_ONNX = command("engines", "build", "--onnx", "{}/input/model.onnx", "-o", "{}/out/engine", "--cache-capacity", "32", "--max-seq-len", "4")
 COMPARE = command("engines", "compare", "{}/input", "--cache-capacity", "8")
 OVER_DOUBLES = ("DecodeSession tensorrt (doubles)", _session_over_doubles)
 EXPORT = command("exporter", "export", "--checkpoint", "{}/input", "--unit", "component:repeat_kv", "-o", "{}/out/bundle", "--no-validate")
-EXPORT_MODEL = command("exporter", "export", "--checkpoint", "{}/input", "--unit", "model", "-o", "{}/out/bundle", "--no-validate", "--max-positions", "16")
+EXPORT_MODEL = command(
+    "exporter", "export", "--checkpoint", "{}/input", "--unit", "model", "-o", "{}/out/bundle", "--no-validate", "--max-positions", "16"
+)  # fmt: skip
 EXPORT_META = command(
     "exporter", "export", "--checkpoint", "{}/input", "--model", META_NAME, "--unit", "component:rms_norm", "-o", "{}/out/bundle", "--no-validate"
 )  # fmt: skip
@@ -113,13 +115,14 @@ EXPORT_META = command(
 # How often a door is taken; those that cost seconds are rare.
 BUNDLE_DOORS = {OPEN: 6, OPEN_FULL: 6, VERIFY: 4, SESSION: 6, DECODE: 2, GENERATE: 1, VALIDATE: 0.5, INSPECT: 0.5, REPLACE: 3}
 GRAPH_DOORS = {
-    VERIFY: 8, SESSION: 10, DECODE: 3, EAGER: 1, GENERATE: 1, VALIDATE: 2, BY_LAYER: 1, INSPECT: 3, INSPECT_TABLE: 1, BUILD: 0.2, BUILD_ONNX: 2,
-    COMPARE: 0.4,
+    VERIFY: 8, SESSION: 10, DECODE: 3, EAGER: 1, GENERATE: 1, VALIDATE: 1, BY_LAYER: 0.5, INSPECT: 3, INSPECT_TABLE: 1, BUILD: 0.1, BUILD_ONNX: 2,
+    COMPARE: 0.2,
 }  # fmt: skip
 TEXT_DOORS = {OPEN_FULL: 1, GENERATE: 6, REPORT: 4, VERIFY: 1, VALIDATE: 0.3}
+FILE_DOORS = {door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX}  # a file that somebody names may be a link
 ENGINE_DOORS = {VERIFY: 4, INSPECT: 1, INSPECT_TABLE: 1, OVER_DOUBLES: 6, DECODE: 2, REPLACE: 2, COMPARE: 0.1, BUILD: 0.1}
-HUGGINGFACE_DOORS = {_checkpoint(None): 10, EXPORT: 2, EXPORT_MODEL: 0.4}
-META_DOORS = {_checkpoint(META_NAME): 10, EXPORT_META: 1}
+HUGGINGFACE_DOORS = {_checkpoint(None): 20, EXPORT: 1, EXPORT_MODEL: 0.1}
+META_DOORS = {_checkpoint(META_NAME): 20, EXPORT_META: 0.5}
 
 
 def draw(doors: Mapping[Door, float], rng: Random, count: int) -> list[Door]:
