@@ -17,7 +17,7 @@ from exporter.errors import BundleError
 from exporter.placing import write_atomically
 
 FORMAT_VERSION = 1
-BUILD_OPTIONS = ("version_compatible", "refit", "strip_plan", "tf32")  # what is decided by and said of an engine
+BUILD_OPTIONS = ("version_compatible",)  # what deciding about an engine needs of its options
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,7 @@ class GraphWeights:
         raw = np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))
         dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
         weight = torch.from_numpy(np.asarray(raw)).view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
-        if _is_transposed(name):
+        if _is_transposed(name) and weight.dim() == 2:
             weight = weight.T
         return weight[columns] if weight.dim() == 1 else weight[rows, columns]
 

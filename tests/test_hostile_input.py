@@ -225,8 +225,7 @@ def test_a_damaged_tokenizer_is_refused(text_bundle, capsys):
     ids=["ranges", "lineage", "size", "options"],
 )
 def test_engine_records_of_another_form_are_refused(bundle, change):
-    options = dict.fromkeys(("version_compatible", "refit", "strip_plan", "tf32"), False)
-    record = engine_record(Bundle.open(bundle), 32).__dict__ | {"options": options}
+    record = engine_record(Bundle.open(bundle), 32).__dict__
     (bundle / "engines.json").write_text(json.dumps({"format_version": 1, "engines": [record]}))
     assert len(read_records(bundle)) == 1
     (bundle / "engines.json").write_text(json.dumps({"format_version": 1, "engines": [record | change]}))
@@ -377,8 +376,8 @@ def meta_refusal(folder) -> str:
 @pytest.mark.parametrize(
     "strange",
     [lambda t: t.to_sparse(), lambda t: torch.empty(t.shape, device="meta"), lambda t: torch.zeros(1).expand(t.shape),
-     lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), lambda t: t.double()],
-    ids=["sparse", "meta", "expanded", "quantized", "double"],
+     lambda t: t.double()],
+    ids=["sparse", "meta", "expanded", "double"],
 )  # fmt: skip
 def test_tensors_without_values_of_their_own_are_refused(meta, strange):
     path = meta / "consolidated.00.pth"

@@ -256,5 +256,5 @@ def _names_in(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None

@@ -173,9 +173,10 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
 
 
 _PICKLE_BYTES = 16 * 2**20  # names, shapes and places of tensors; the values are records of their own
+_STORAGES = ("Float", "Half", "BFloat16", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")  # the wrong ones are refused by name, later
 _GLOBALS = {
-    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "torch FloatStorage", "torch HalfStorage",
-    "torch BFloat16Storage",
+    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
+    *(f"torch {kind}Storage" for kind in _STORAGES),
 }  # fmt: skip
 
 
@@ -197,7 +198,7 @@ def _check_archive(path: Path) -> None:
             raise ValueError("its records are compressed, or of one name, or its pickle is missing or too large")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
             if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4") or (opcode.name == "GLOBAL" and argument not in _GLOBALS):
-                raise ValueError(f"it names {argument or 'something by its stack'}, expected tensors of float32, float16 or bfloat16 alone")
+                raise ValueError(f"it names {argument or 'something by its stack'}, expected plain tensors alone")
 
 
 class MetaWeights:
