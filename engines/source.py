@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError, Message
 
 from exporter.catalogue import short
 from exporter.contract import CAPACITY
-from exporter.documents import is_inside
+from exporter.documents import is_inside, is_text
 from exporter.errors import BundleError, CheckFailed
 
 LARGEST_BYTES = 2**31 - 1  # of a protobuf message
@@ -28,8 +28,8 @@ def load_source(path: Path) -> onnx.ModelProto:
     Raises:
         BundleError: the file is missing or damaged, or external data is missing, too short or outside the file's folder.
     """
-    if not path.is_file():
-        raise BundleError(f"{path}: no such file")
+    if not path.is_file() or not is_text(path):
+        raise BundleError(f"{path}: no such file, or a path that is not valid UTF-8")
     if path.stat().st_size > LARGEST_BYTES:
         raise BundleError(f"{path}: it has {path.stat().st_size:,} bytes, expected less than 2 GiB as of any ONNX file; keep its weights beside it")
     try:

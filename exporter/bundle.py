@@ -30,7 +30,7 @@ from exporter.contract import (
     part_bounds,
     part_contract,
 )
-from exporter.documents import LARGEST_BYTES, is_inside, parse_document, read_document
+from exporter.documents import LARGEST_BYTES, is_inside, is_text, parse_document, read_document
 from exporter.errors import BundleError, InputError
 from exporter.graph_form import check_graph_form
 
@@ -268,6 +268,8 @@ class Bundle:
         if verify not in ("graph", "full"):
             raise InputError(f"verify: got {verify!r}, expected 'graph' or 'full'")
         path = folder / MANIFEST_FILE
+        if not is_text(folder):
+            raise BundleError(f"bundle {folder}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; rename it")
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def is_inside(path: Path, folder: Path) -> bool:
     if home.parent.name == "snapshots":
         home = home.parent.parent
     return path.resolve().is_relative_to(home)
+
+
+def is_text(path: str | Path) -> bool:
+    """Whether a path is valid Unicode: libraries in C++ open no other, and file systems allow them."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_document(path: Path, folder: Path | None = None) -> object:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, Manifest, to_json
-from exporter.documents import read_document
+from exporter.documents import is_text, read_document
 from exporter.errors import InputError
 
 # --- temporaries ---------------------------------------------------------------------------------------------------------
@@ -128,6 +128,8 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     """
     if not os.fspath(target):
         raise InputError("output: got an empty path, expected a folder to make; give one with -o")
+    if not is_text(target):
+        raise InputError(f"output {target}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; choose another -o")
     target = Path(os.path.abspath(target))
     if target.is_symlink():
         target = target.resolve()

@@ -445,6 +445,17 @@ def test_an_empty_output_is_refused(tmp_path, monkeypatch):
         pass
 
 
+def test_a_path_that_is_no_text_is_refused(bundle, tmp_path):
+    """Libraries in C++ take no such path, and fail each in a way of its own."""
+    other = bundle.rename(tmp_path / "a\udcff")
+    with pytest.raises(BundleError, match="not valid UTF-8"):
+        Bundle.open(other)
+    with pytest.raises(InputError, match="not valid UTF-8"), new_folder(tmp_path / "b\udcff"):
+        pass
+    with pytest.raises(BundleError, match="not valid UTF-8"):
+        load_source(other / "model.onnx")
+
+
 def test_only_a_plain_file_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="no plain file"):
