@@ -387,6 +387,15 @@ def test_tensors_without_values_of_their_own_are_refused(meta, strange):
     assert "norm.weight" in meta_refusal(meta) or "not a plain file of tensors" in meta_refusal(meta)
 
 
+@pytest.mark.parametrize("shape", [(), (64, 2, 1)])
+def test_a_tensor_of_another_number_of_axes_is_refused(meta, shape):
+    path = meta / "consolidated.01.pth"
+    shard = torch.load(path, weights_only=True)
+    shard["output.weight"] = torch.zeros(shape)
+    torch.save(shard, path)
+    assert "output.weight" in meta_refusal(meta)
+
+
 class Memory:
     """Pickles as a call that takes 64 GiB, which torch's own list of harmless calls allows."""
 

@@ -227,11 +227,13 @@ class MetaWeights:
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
                 raise CheckpointError(f"checkpoint {self._folder}: {name} is whole in every shard and differs between them")
             return None
+        if any(piece.dim() != len(shape) for piece in pieces):
+            raise CheckpointError(f"checkpoint {self._folder}: {name} has {[piece.dim() for piece in pieces]} axes in its shards, expected {len(shape)}")
         axes = (0, 1) if name == "tok_embeddings.weight" else (1,) if name.endswith(_ROW_PARALLEL) else (0,)
         for axis in axes[: len(shape)]:
             merged = list(pieces[0].shape)
             merged[axis] = sum(piece.shape[axis] for piece in pieces)
-            same = all(piece.dim() == len(shape) and _without(piece.shape, axis) == _without(pieces[0].shape, axis) for piece in pieces)
+            same = all(_without(piece.shape, axis) == _without(pieces[0].shape, axis) for piece in pieces)
             if same and tuple(merged) == shape:
                 return axis
         shapes = [list(piece.shape) for piece in pieces]

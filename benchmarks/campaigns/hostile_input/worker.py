@@ -103,8 +103,9 @@ def main(folder: str, originals: str, seed: str) -> None:
         kind, number = json.loads(line)
         try:
             result = run_case(kind, number, int(seed), Path(originals), sandbox, gates)
-        except Exception:
-            result = {"campaign": traceback.format_exc()}
+        except Exception as error:  # a case that could not be made must show, and not end the campaign
+            lost = {"outcomes": [], "gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
+            result = {"kind": kind, "number": number, "faults": [f"campaign: it failed itself: {_place(error)}"], **lost}
         print(json.dumps(result), flush=True)
     shutil.rmtree(root, ignore_errors=True)
 
