@@ -447,6 +447,17 @@ def test_control_characters_and_markup_in_names_do_not_reach_the_terminal(bundle
     assert cli.printable("a\x1b[31m\nb\x9b") == "a\\x1b[31m\nb\\x9b"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("--max-batch", "2147483648"), ("--max-seq-len", "9" * 40), ("--workspace", "9" * 17), ("--cache-capacity", "9" * 40),
+     ("--min-shapes", "x:" + "9" * 5000, "--opt-shapes", "x:1", "--max-shapes", "x:1")],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_sizes_that_no_engine_has_are_refused(bundle, words, capsys):
+    assert engines.__main__.main(["build", str(bundle), *words]) == 2
+    assert len(capsys.readouterr().err) < 600
+
+
 def test_an_empty_output_is_refused(tmp_path, monkeypatch):
     """Such as an unset variable, which would otherwise be the working folder."""
     monkeypatch.chdir(tmp_path)

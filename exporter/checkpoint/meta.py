@@ -134,7 +134,7 @@ def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
     stated = params.get("vocab_size", -1)
     if isinstance(stated, int) and stated > 0:
         return stated
-    if any("output.weight" not in shard for shard in shards):
+    if any("output.weight" not in shard or shard["output.weight"].dim() != 2 for shard in shards):
         raise CheckpointError("params.json gives no vocab_size and there is no output.weight to read it from")
     return sum(shard["output.weight"].shape[0] for shard in shards)
 
@@ -228,7 +228,8 @@ class MetaWeights:
                 raise CheckpointError(f"checkpoint {self._folder}: {name} is whole in every shard and differs between them")
             return None
         if any(piece.dim() != len(shape) for piece in pieces):
-            raise CheckpointError(f"checkpoint {self._folder}: {name} has {[piece.dim() for piece in pieces]} axes in its shards, expected {len(shape)}")
+            axes = [piece.dim() for piece in pieces]
+            raise CheckpointError(f"checkpoint {self._folder}: {name} has {axes} axes in its shards, expected {len(shape)}")
         axes = (0, 1) if name == "tok_embeddings.weight" else (1,) if name.endswith(_ROW_PARALLEL) else (0,)
         for axis in axes[: len(shape)]:
             merged = list(pieces[0].shape)

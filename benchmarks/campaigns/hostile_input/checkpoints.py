@@ -208,7 +208,7 @@ def _lying_zip(path: Path, rng: Random) -> None:
     elif how == 2:
         records[f"{prefix}/data/0"] = records[f"{prefix}/data/0"][: rng.randrange(64)]
     elif how == 3:
-        records = {rng.choice(("../../outside/canary", "/tmp/x", "..", "")): b"x", **records}
+        records = {rng.choice(("../../outside/canary", "/tmp/x", "..", "/")): b"x", **records}
     elif how == 4:
         records = {name.replace(prefix, rng.choice(("..", "", "a/../../b"))): content for name, content in records.items()}
     buffer = io.BytesIO()
