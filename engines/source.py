@@ -38,25 +38,35 @@ def load_source(path: Path) -> onnx.ModelProto:
         raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
     if not model.graph.node:
         raise BundleError(f"{path}: not an ONNX file, or a damaged one (it has no nodes)")
+    try:
+        tensors = list(_tensors(model))
+    except UnicodeError as error:
+        raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
     for node in model.graph.node:
         if not any(node.output) or (node.op_type == "TensorScatter" and not node.input):
             raise BundleError(f"{path}: the node {short(node.name)} ({short(node.op_type)}) reads or makes nothing; the file is damaged")
-    for tensor in _tensors(model):
+    for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             _check_external(path, tensor)
     return model
 
 
 def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model, wherever the format can hold one: weights, constants, subgraphs, functions."""
+    """Every tensor in a model, wherever the format can hold one: weights, constants, subgraphs, functions.
+
+    Raises:
+        UnicodeError: a text on the way is not UTF-8; protobuf hands it out as bytes.
+    """
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is None:
+        if descriptor.type not in (descriptor.TYPE_MESSAGE, descriptor.TYPE_STRING):
             continue
-        for inner in [value] if isinstance(value, Message) else value:
+        for inner in [value] if isinstance(value, Message | str | bytes) else value:
             if isinstance(inner, onnx.TensorProto):
                 yield inner
-            elif isinstance(inner, Message):
+            if isinstance(inner, Message):
                 yield from _tensors(inner)
+            elif isinstance(inner, bytes):
+                raise UnicodeError(f"{descriptor.name} is no text")
 
 
 def _check_external(path: Path, tensor: onnx.TensorProto) -> None:

@@ -330,6 +330,14 @@ def test_any_onnx_file_is_held_to_its_folder_wherever_it_hides_a_tensor(bundle, 
         load_source(bundle / "model.onnx")
 
 
+def test_a_text_that_is_not_utf8_in_any_onnx_file_is_refused(bundle):
+    """Protobuf hands such a text out as bytes."""
+    path = bundle / "model.onnx"
+    path.write_bytes(path.read_bytes().replace(b"model.onnx.data", b"model.onnx\xff\xffata", 1))
+    with pytest.raises(BundleError, match="value is no text"):
+        load_source(path)
+
+
 @pytest.mark.parametrize("value", ["-1", "1e3", "", "9" * 5000, "١"])
 def test_the_place_of_a_weight_in_any_onnx_file_is_a_whole_number(bundle, value):
     change_graph(bundle, lambda model: set_place(model, "offset", value))

@@ -25,18 +25,19 @@ def copy(originals: Path, folder: Path, rng: Random, names: tuple[str, ...] = PL
 
 def seal(folder: Path, rng: Random, how_often: float = 0.95) -> None:
     """Writes the sizes and checksums of the files as they are into the manifest, where it can still be read."""
-    if rng.random() > how_often:
+    path = folder / "manifest.json"
+    if rng.random() > how_often or path.is_symlink() or not path.is_file() or path.stat().st_size > 2**20:
         return
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(path.read_text())
         for name, entry in manifest["files"].items():
-            path = folder / name
-            if path.is_file():
-                size = path.stat().st_size
-                entry |= {"size_bytes": size, "sha256": sha256_of(path) if size < 2**30 else entry["sha256"]}
+            file = folder / name
+            if file.is_file():
+                size = file.stat().st_size
+                entry |= {"size_bytes": size, "sha256": sha256_of(file) if size < 2**30 else entry["sha256"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    path.write_text(json.dumps(manifest))
 
 
 def mutate_json_file(path: Path, rng: Random) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -120,7 +121,7 @@ def attribute(model: ModelProto, rng: Random) -> None:
     value = rng.choice(values)
     node.attribute.append(helper.make_attribute(name, value, attr_type=AttributeProto.INTS if value == [] else None))
     if rng.random() < 0.1:
-        node.attribute[-1].type = rng.randrange(16)
+        node.attribute[-1].type = rng.randrange(15)
 
 
 def subgraph(model: ModelProto, rng: Random) -> None:
@@ -200,17 +201,17 @@ def initializer(model: ModelProto, rng: Random) -> None:
     elif how == 5:
         tensor.int64_data.extend(rng.choice(HUGE) for _ in range(rng.choice((1, 4, 1000))))
     else:
-        tensor.CopyFrom(numpy_helper.from_array(np.array([rng.choice(HUGE)] * max(1, sum(tensor.dims[:1])), np.int64), tensor.name))
+        tensor.CopyFrom(numpy_helper.from_array(np.array([rng.choice(HUGE)] * min(1000, max(1, sum(tensor.dims[:1]))), np.int64), tensor.name))
 
 
 def other_constant(model: ModelProto, rng: Random) -> None:
     """Another number in a constant that some shape, range or slice is made of."""
-    constants = [t for t in model.graph.initializer if t.data_type == TensorProto.INT64 and not t.external_data]
+    constants = [t for t in model.graph.initializer if t.data_type == TensorProto.INT64 and len(t.raw_data) >= 8]
     if constants:
         tensor = rng.choice(constants)
-        array = numpy_helper.to_array(tensor).copy()
-        array.reshape(-1)[rng.randrange(max(1, array.size)) :][:1] = rng.choice((*HUGE, 1000, 100_000_000))
-        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+        at = 8 * rng.randrange(len(tensor.raw_data) // 8)
+        number = struct.pack("<q", rng.choice((*HUGE, 1000, 100_000_000)))
+        tensor.raw_data = tensor.raw_data[:at] + number + tensor.raw_data[at + 8 :]
 
 
 def sparse(model: ModelProto, rng: Random) -> None:
