@@ -37,7 +37,7 @@ OTHERS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Our step beside everyone else's; also a profile of one step.")
+    parser = cli.CommandParser(prog="python -m benchmarks", description="Our step beside everyone else's; also a profile of one step.")
     parser.add_argument("--quick", action="store_true", help="for CI: tiny models; of the peers only those that --only names")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders to take, beside the reference and ours")
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="workloads to take; nothing is recorded then")

@@ -156,7 +156,7 @@ def _print_record(record: EngineRecord) -> None:
     table.add_row("engine", f"{record.file}, {record.size_bytes / 2**20:,.1f} MiB")
     table.add_row("built with", f"{record.backend} {record.version}; {record.portability}")
     table.add_row("took", f"{record.build_seconds:.1f} s, {record.peak_memory_bytes / 2**30:.2f} GiB at most")
-    table.add_row("TF32", "allowed" if record.options["tf32"] else "not allowed")
+    table.add_row("TF32", "allowed" if record.options.get("tf32") else "not allowed")
     for profile in record.profiles:
         table.add_row(f"profile {profile['name']}", _ranges(profile))
     cli.stderr.print(table)

@@ -248,7 +248,10 @@ def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOpt
     for profile in profiles:
         optimization = parsed.builder.create_optimization_profile()
         for name, r in profile.ranges.items():
-            optimization.set_shape(name, r.min, r.opt, r.max)
+            try:
+                optimization.set_shape(name, r.min, r.opt, r.max)
+            except RuntimeError as error:
+                raise CheckFailed(f"profile {profile.name}: {parsed.backend} refuses the shapes of {name}: {error}") from None
         if config.add_optimization_profile(optimization) < 0:
             raise CheckFailed(f"profile {profile.name}: {parsed.backend} refuses it: {' '.join(parsed.logger.errors[-1:])}")
     return config

@@ -28,6 +28,7 @@ from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
+from exporter.store import bundle_weights
 from exporter.timing import timed
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import float32_twin
@@ -300,6 +301,7 @@ def compare_bundle(
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource | None:
     manifest = bundle.manifest
+    bundle_weights(bundle)  # shows that they are of the manifest's geometry, before any are made by it
     if manifest.weights["source"] == "random":
         return RandomWeights(manifest.config, manifest.weights["seed"])
     say("weights: the bundle's own; give --checkpoint to hold them against their source")

@@ -120,9 +120,12 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
         reasons = [f"{error.node_name() or error.node_operator()}: {error.desc()}" for error in errors]
         raise CheckFailed(f"{path}: {backend} does not parse it:\n  " + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"]))
     parsed = ParsedNetwork(backend, builder, network, parser, logger)
-    parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
-    parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
-    _read_layers(parsed)
+    try:
+        parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
+        parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
+        _read_layers(parsed)
+    except (RuntimeError, ValueError) as error:  # shapes that contradict each other show when they are asked for
+        raise CheckFailed(f"{path}: {backend} parses it and cannot tell its shapes ({error}): {' '.join(logger.errors[-1:])}") from None
     log.info("%d layers, %d attentions, %d cache updates", network.num_layers, len(parsed.attention), len(parsed.cache_updates))
     return parsed
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.contract import Contract, numpy_dtype
 from exporter.steppers.eager import EagerStepper, to_numpy, to_torch
-from exporter.steppers.onnxruntime_stepper import open_session
+from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache
 
 Values = dict[str, np.ndarray]  # by name
@@ -123,7 +123,8 @@ class GraphObserver(Observer):
             inputs[spec.name] = feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)
         pasts, presents = zip(*self.contract.cache_pairs, strict=True)
         inputs |= dict(zip(pasts, cache.arrays, strict=True))
-        results = session.run([*presents, *self._names], inputs)
+        with refusals():
+            results = session.run([*presents, *self._names], inputs)
         for array, present in zip(cache.arrays, results[: len(presents)], strict=True):
             array[:] = present
         return dict(zip(self._names, results[len(presents) :], strict=True))

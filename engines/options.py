@@ -9,6 +9,7 @@ from typing import Any
 
 from engines.backend import Backend
 from engines.gpu import Gpu
+from exporter.catalogue import LARGEST_COUNT, short
 from exporter.errors import BackendError, InputError
 
 HARDWARE_COMPATIBILITY = ("none", "ampere_plus", "same_compute_capability")
@@ -42,8 +43,8 @@ class BuildOptions:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        if self.workspace_mib is not None and self.workspace_mib < 1:
-            raise InputError(f"workspace: got {self.workspace_mib} MiB, expected at least 1")
+        if self.workspace_mib is not None and not 1 <= self.workspace_mib <= LARGEST_COUNT:
+            raise InputError(f"workspace: got {short(self.workspace_mib)} MiB, expected 1 to {LARGEST_COUNT:,}")
         level = self.builder_optimization_level
         if level is not None and not 0 <= level <= 5:
             raise InputError(f"builder-optimization-level: got {level}, expected 0 to 5")

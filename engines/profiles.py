@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from exporter.catalogue import LARGEST_COUNT, short
 from exporter.contract import BATCH, DEFAULT_CACHE_CAPACITY, SEQUENCE, TOTAL
 from exporter.errors import InputError
 
@@ -53,8 +54,8 @@ def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, ma
         InputError: a limit is below 1, max_seq_len is beyond the capacity, or an axis has a name with no known range.
     """
     for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len), ("cache_capacity", cache_capacity)):
-        if value is not None and value < 1:
-            raise InputError(f"profile {name}: got {value}, expected at least 1")
+        if value is not None and not 1 <= value <= LARGEST_COUNT:
+            raise InputError(f"profile {name}: got {short(value)}, expected 1 to {LARGEST_COUNT:,}")
     if cache_capacity is not None and max_seq_len > cache_capacity:
         raise InputError(
             f"profile max_seq_len: got {max_seq_len}, expected at most the cache capacity {cache_capacity}; lower it or raise --cache-capacity"
@@ -88,9 +89,11 @@ def parse_shapes(text: str) -> dict[str, Shape]:
     for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
         match = re.fullmatch(r"\s*([^\s\[\];,]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
         if match is None:
-            raise InputError(f"shapes: got {entry!r}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
+            raise InputError(f"shapes: got {short(entry)}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
         if match[1] in shapes:
             raise InputError(f"shapes: {match[1]} is given twice in {text!r}")
+        if any(len(size) > 10 for size in re.findall(r"\d+", match[2] or match[3])):
+            raise InputError(f"shapes: got {short(entry)}, expected sizes below 2³¹")
         shapes[match[1]] = tuple(int(size) for size in re.findall(r"\d+", match[2] or match[3]))
     return shapes
 
@@ -125,8 +128,9 @@ def _explicit_ranges(axes: Mapping[str, Sequence[int | str]], texts: tuple[str, 
         for size in (r.min, r.opt, r.max):
             if len(size) != len(shape) or any(isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)):
                 raise InputError(f"profile {index} {name}: got shape {list(size)}, expected {list(shape)}")
-        if not all(1 <= low <= middle <= high for low, middle, high in zip(r.min, r.opt, r.max, strict=True)):
-            raise InputError(f"profile {index} {name}: got min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}, expected 1 ≤ min ≤ opt ≤ max")
+        if not all(1 <= low <= middle <= high <= LARGEST_COUNT for low, middle, high in zip(r.min, r.opt, r.max, strict=True)):
+            got = f"min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}"
+            raise InputError(f"profile {index} {name}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
         ranges[name] = r
     return ranges
 

@@ -54,11 +54,14 @@ def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> No
 
 
 def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
-    """Refuses an engine whose graph or weights are not the bundle's.
+    """Refuses an engine whose graph or weights are not the bundle's, or that is larger than one of these weights can be.
 
     Raises:
         BundleError: names what changed.
     """
+    if record.size_bytes > bundle.largest_engine:
+        path = bundle.folder / record.file
+        raise BundleError(f"engine {path}: it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again")
     changed = changed_origins(bundle, record)
     if changed:
         raise BundleError(f"engine {bundle.folder / record.file}: {', '.join(changed)} changed since it was built; build again")

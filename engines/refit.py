@@ -28,7 +28,7 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
         BundleError: the engine cannot be refitted, is not usable here, or was built from another graph.
         CheckFailed: TensorRT could not refit it; the old file is as before.
     """
-    if not record.options["refit"] and not record.options["strip_plan"]:
+    if not record.options.get("refit") and not record.options.get("strip_plan"):
         raise BundleError(f"engine {record.file}: it was not built for it; build again with --refit or --strip-plan")
     check_engine(bundle.folder, record)
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:

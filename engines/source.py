@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
+from exporter.catalogue import short
 from exporter.contract import CAPACITY
+from exporter.documents import is_inside, is_text
 from exporter.errors import BundleError, CheckFailed
 
+LARGEST_BYTES = 2**31 - 1  # of a protobuf message
 Axes = dict[str, tuple[int | str, ...]]  # tensor name → number or symbol of each axis
 
 _UPPER_LEFT = (
@@ -24,31 +28,70 @@ def load_source(path: Path) -> onnx.ModelProto:
     Raises:
         BundleError: the file is missing or damaged, or external data is missing, too short or outside the file's folder.
     """
-    if not path.is_file():
-        raise BundleError(f"{path}: no such file")
+    if not path.is_file() or not is_text(path):
+        raise BundleError(f"{path}: no such file, or a path that is not valid UTF-8")
+    if path.stat().st_size > LARGEST_BYTES:
+        raise BundleError(f"{path}: it has {path.stat().st_size:,} bytes, expected less than 2 GiB as of any ONNX file; keep its weights beside it")
     try:
         model = onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
     if not model.graph.node:
         raise BundleError(f"{path}: not an ONNX file, or a damaged one (it has no nodes)")
-    for tensor in model.graph.initializer:
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+    try:
+        tensors = list(_tensors(model))
+    except UnicodeError as error:
+        raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
+    for node in model.graph.node:
+        if not any(node.output) or (node.op_type == "TensorScatter" and not node.input):
+            raise BundleError(f"{path}: the node {short(node.name)} ({short(node.op_type)}) reads or makes nothing; the file is damaged")
+    for tensor in tensors:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             _check_external(path, tensor)
     return model
 
 
+def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
+    """Every tensor in a model, wherever the format can hold one: weights, constants, subgraphs, functions.
+
+    Raises:
+        UnicodeError: a text on the way is not UTF-8; protobuf hands it out as bytes.
+    """
+    for descriptor, value in message.ListFields():
+        if descriptor.type not in (descriptor.TYPE_MESSAGE, descriptor.TYPE_STRING):
+            continue
+        for inner in [value] if isinstance(value, Message | str | bytes) else value:
+            if isinstance(inner, onnx.TensorProto):
+                yield inner
+            if isinstance(inner, Message):
+                yield from _tensors(inner)
+            elif isinstance(inner, bytes):
+                raise UnicodeError(f"{descriptor.name} is no text")
+
+
 def _check_external(path: Path, tensor: onnx.TensorProto) -> None:
     where = {entry.key: entry.value for entry in tensor.external_data}
-    location = where.get("location", "")
+    location, name = where.get("location", ""), tensor.name[:80]
     data = path.parent / location
-    if not location or Path(location).is_absolute() or ".." in Path(location).parts:
-        raise BundleError(f"{path}: the data of {tensor.name} is at {location!r}, expected a file in the same folder")
+    if len(where) != len(tensor.external_data):
+        raise BundleError(f"{path}: the place of {name} is given twice; the file is damaged")
+    if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts or not is_inside(data, path.parent):
+        raise BundleError(f"{path}: the data of {name} is at {location[:80]!r}, expected a file in the same folder")
     if not data.is_file():
-        raise BundleError(f"{path}: the data of {tensor.name} is missing: no {location} beside it; restore it or export again")
-    end = int(where.get("offset", 0)) + int(where.get("length", 0))
-    if data.stat().st_size < end:
-        raise BundleError(f"{path}: {location} has {data.stat().st_size:,} bytes and {tensor.name} ends at {end:,}; it was truncated")
+        raise BundleError(f"{path}: the data of {name} is missing: no {location} beside it; restore it or export again")
+    size = data.stat().st_size
+    offset, length = _place(path, name, where, "offset", 0), _place(path, name, where, "length", size)
+    if size < offset + length:
+        raise BundleError(f"{path}: {location} has {size:,} bytes and {name} ends at {offset + length:,}; it was truncated")
+
+
+def _place(path: Path, name: str, where: dict[str, str], key: str, default: int) -> int:
+    text = where.get(key)
+    if text is None:
+        return default if key == "offset" else default - _place(path, name, where, "offset", 0)
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise BundleError(f"{path}: the {key} of {name} is {short(text)}, expected a whole number; the file is damaged")
+    return int(text)
 
 
 def input_axes(model: onnx.ModelProto) -> Axes:

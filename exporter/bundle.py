@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter import __version__
-from exporter.catalogue import ModelConfig, RopeScaling
+from exporter.catalogue import ModelConfig, RopeScaling, short
 from exporter.contract import (
     CACHES,
     COMPONENTS,
@@ -36,7 +36,9 @@ from exporter.contract import (
     part_bounds,
     part_contract,
 )
+from exporter.documents import LARGEST_BYTES, is_inside, is_text, parse_document, read_document
 from exporter.errors import BundleError, InputError, together
+from exporter.graph_form import check_graph_form
 from exporter.timing import timed
 
 log = logging.getLogger(__name__)
@@ -94,6 +96,13 @@ class Manifest:
     files: dict[str, dict]
     parts: tuple[Bounds, ...] = ()
     weight_format: WeightFormat | None = None
+
+    @property
+    def largest_number(self) -> int:
+        """No shape or bound that a graph of this bundle is made of is larger."""
+        config = self.config
+        heads = config.n_heads * config.head_dim
+        return max(config.vocab_size, config.hidden_size, config.intermediate_size, heads, 2 * self.max_positions)
 
     @property
     def weights_bytes(self) -> int:
@@ -155,14 +164,29 @@ class Manifest:
                 that its own config and unit ask for.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BundleError(f"{subject}: not JSON ({error}); export the bundle again") from None
+            data = parse_document(text)
+        except ValueError as error:
+            raise BundleError(f"{subject}: not JSON ({str(error)[:300]}); export the bundle again") from None
+        return cls._from_data(data, subject)
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of a bundle's folder; raises as `from_json`."""
+        path = folder / MANIFEST_FILE
+        try:
+            data = read_document(path)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); export the bundle again") from None
+        return cls._from_data(data, str(path))
+
+    @classmethod
+    def _from_data(cls, data: object, subject: str) -> Manifest:
         check_format_version(data, FORMAT_VERSION, subject, "export the bundle again")
+        assert isinstance(data, dict), "it has a format version"
         _complete_older(data)
         unknown, missing = sorted(set(data) - set(MANIFEST_KEYS)), sorted(set(MANIFEST_KEYS) - set(data))
         if unknown or missing:
-            raise BundleError(f"{subject}: unknown keys {str(unknown)[:300]}, missing keys {missing}")
+            raise BundleError(f"{subject}: unknown keys {short(unknown)}, missing keys {missing}")
         try:
             _check_keys(data)
             manifest = cls(
@@ -183,7 +207,7 @@ class Manifest:
                 weight_format=WeightFormat(**data["weight_format"]) if data["weight_format"] is not None else None,
             )
             problem = _first_problem(manifest, data)
-        except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise BundleError(f"{subject}: malformed ({str(error)[:300]}); export the bundle again") from None
         if problem:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
@@ -293,11 +317,15 @@ def _first_problem(manifest: Manifest, data: dict) -> str | None:
     if not _is_whole(manifest.max_positions) or not 1 <= manifest.max_positions <= manifest.config.context_length:
         return f"got max_positions {manifest.max_positions!r}, expected 1 to {manifest.config.context_length}"
     seed = manifest.weights.get("seed", 0)
-    if not _is_whole(seed) or seed < 0:
-        return f"got seed {seed!r} of the weights, expected a whole number"
-    if not all(_is_whole(token) and token >= 0 for token in manifest.end_token_ids):
-        return f"got end_token_ids {list(manifest.end_token_ids)!r}, expected whole numbers"
+    if not _is_count(seed):
+        return f"got seed {short(seed)} of the weights, expected a whole number"
+    if not all(map(_is_count, manifest.end_token_ids)):
+        return f"got end_token_ids {short(list(manifest.end_token_ids))}, expected whole numbers"
     return None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 _REPORT_REMEDY = "remove it and run `python -m exporter validate {}` again"
@@ -328,7 +356,8 @@ class Bundle:
             verify: "graph" checks every size and the checksum of model.onnx; "full" every checksum.
 
         Raises:
-            BundleError: a file is missing, truncated or changed, or the manifest cannot be read.
+            BundleError: a file is missing, truncated, changed or leads out of the folder, the manifest cannot be read, or the
+                graph is not of the form that exports have.
         """
         if verify not in VERIFY:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
@@ -342,6 +371,8 @@ class Bundle:
                 break  # else an export has replaced the folder since its manifest was read
         if problems:
             raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in problems.items()]))
+        for part in bundle.parts:
+            check_graph_form(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
         log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
         return bundle
 
@@ -357,11 +388,13 @@ class Bundle:
             raise InputError(f"bundle: got {folder!r}, expected the path of its folder")
         folder = Path(folder)
         path = folder / MANIFEST_FILE
+        if not is_text(folder):
+            raise BundleError(f"bundle {folder}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; rename it")
         if not path.is_file():
             what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         written = _written(path)
-        return cls(folder, Manifest.from_json(read_text(path), str(path)), written=written)
+        return cls(folder, Manifest.read(folder), written=written)
 
     def check_unchanged(self) -> None:
         """Refuses what was read from a bundle's folder if the folder was replaced since the bundle was opened.
@@ -386,8 +419,13 @@ class Bundle:
             try:
                 if not path.is_file():
                     raise FileNotFoundError
+                if not is_inside(path, self.folder):
+                    problems[name] = "is a link that leads out of the folder; put the file itself there"
+                    continue
                 if (size := path.stat().st_size) != entry["size_bytes"]:
                     problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                elif name.rpartition("/")[2] != DATA_FILE and size > LARGEST_BYTES:
+                    problems[name] = f"has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again"
                 elif name in checksums and sha256_of(path) != entry["sha256"]:
                     problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
             except FileNotFoundError:  # also where an export replaces the folder at this moment
@@ -400,6 +438,11 @@ class Bundle:
         if not self.manifest.parts:
             return [self]
         return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index), self) for index in range(len(self.manifest.parts))]
+
+    @property
+    def largest_engine(self) -> int:
+        """Bytes that no engine of this bundle reaches: they hold the weights once, and kernels."""
+        return 4 * self.manifest.weights_bytes + 2**31
 
     @property
     def graph_path(self) -> Path:
@@ -417,13 +460,16 @@ class Bundle:
             BundleError: the report is damaged.
         """
         path = self.folder / REPORT_FILE
-        text = read_text(path) if path.is_file() else "{}"
+        if not path.is_file():
+            return {}
         try:
-            report = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BundleError(f"{path}: not JSON ({error}); {_REPORT_REMEDY.format(self.folder)}") from None
+            report = read_document(path)
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); {_REPORT_REMEDY.format(self.folder)}") from None
         if not isinstance(report, dict):
             raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}")
+        if not isinstance(report.get("validation", {}), dict):
+            raise BundleError(f"{path}: got {short(report['validation'])} at validation, expected an object; {_REPORT_REMEDY.format(self.folder)}")
         return report
 
 

@@ -13,22 +13,28 @@ from dataclasses import dataclass
 from exporter.errors import InputError
 
 LARGEST_COUNT = 2**31 - 1  # sizes beyond it are mistakes, and overflow what tensors can index
+MOST_LAYERS = 10_000  # every layer is listed tensor by tensor, on the word of a file
+LARGEST_WHOLE = 2**53  # whole numbers beyond it are not those that a float holds
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """A value for a message; what a hostile file holds may be very long."""
-    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
+    try:
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
+    except RecursionError:
+        text = "something nested very deeply"
     return text if len(text) <= 80 else text[:80] + "…"
 
 
-def _check_count(subject: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
-        raise InputError(f"{subject}: got {_short(value)}, expected a whole number from 1 to {LARGEST_COUNT:,}")
+def _check_count(subject: str, value: object, largest: int = LARGEST_COUNT) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+        raise InputError(f"{subject}: got {short(value)}, expected a whole number from 1 to {largest:,}")
 
 
 def _check_number(subject: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise InputError(f"{subject}: got {_short(value)}, expected a finite number above 0")
+    largest = LARGEST_WHOLE if isinstance(value, int) else sys.float_info.max
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= largest:
+        raise InputError(f"{subject}: got {short(value)}, expected a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,13 @@ class ModelConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size", "context_length"):
+        _check_count("config n_layers", self.n_layers, MOST_LAYERS)
+        for field in ("hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size", "context_length"):
             _check_count(f"config {field}", getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
             _check_number(f"config {field}", getattr(self, field))
         if not isinstance(self.tie_word_embeddings, bool):
-            raise InputError(f"config tie_word_embeddings: got {self.tie_word_embeddings!r}, expected true or false")
+            raise InputError(f"config tie_word_embeddings: got {short(self.tie_word_embeddings)}, expected true or false")
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise InputError(f"config rope_scaling: got {self.rope_scaling!r}, expected a RopeScaling or None")
         if self.n_heads % self.n_kv_heads:
@@ -127,7 +134,7 @@ def _known_keys(kind: type, data: object, subject: str) -> dict:
     unknown = set(data) - {field.name for field in fields}
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     if unknown or required - set(data):
-        raise InputError(f"{subject}: unknown keys {sorted(unknown)}, missing keys {sorted(required - set(data))}")
+        raise InputError(f"{subject}: unknown keys {short(sorted(unknown))}, missing keys {sorted(required - set(data))}")
     return data
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
 from exporter.errors import CheckFailed, InputError, NumericalError
 
@@ -25,14 +26,27 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 WIDE = 200  # columns where stderr is a file or a pipe: nothing there is gained by wrapping
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out: a name in somebody's file must not steer the terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _Console(Console):
+    """A console that takes texts as they are: no markup, no emoji codes, no control characters in them."""
+
+    def render_str(self, text: str, **named: Any) -> Text:
+        return super().render_str(printable(text), **named)
+
+
+stderr = _Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 if not stderr.is_terminal:
     stderr.width = WIDE
 
 
 def say(line: str) -> None:
     """A line for the person at the terminal."""
-    stderr.print(line, markup=False)
+    stderr.print(line)
 
 
 class Stopped(KeyboardInterrupt):

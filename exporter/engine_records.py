@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from exporter.bundle import ENGINES_FILE, Bundle, check_format_version, is_sha256, sha256_of, to_json
+from exporter.documents import is_inside, read_document
 from exporter.errors import BundleError
 
 FORMAT_VERSION = 1
@@ -79,7 +79,7 @@ def read_records(folder: Path) -> list[EngineRecord]:
         return []
     remedy = "remove it and build again"
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_document(path)
         if not isinstance(data, dict) or "format_version" not in data:
             raise TypeError("expected an object with a format_version")
         check_format_version(data, FORMAT_VERSION, str(path), remedy)
@@ -124,6 +124,8 @@ def _typed(record: EngineRecord) -> EngineRecord:
         raise TypeError("a dtype is no text")
     if set(record.options) != set(OPTION_KEYS):
         raise TypeError(f"options {sorted(set(record.options) ^ set(OPTION_KEYS))} are unknown or missing")
+    if not all(0 <= value < 2**63 for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)):
+        raise TypeError("it holds numbers that nothing can have")
     for profile in record.profiles:
         _check_profile(profile)
     return record
@@ -144,6 +146,8 @@ def file_problem(folder: Path, record: EngineRecord, verify: str = "size") -> st
     path = folder / record.file
     if not path.is_file():
         return "it is missing; build again"
+    if not is_inside(path, folder):
+        return "it is a link that leads out of the folder; build again"
     if path.stat().st_size != record.size_bytes:
         return f"it is not the file that was built ({path.stat().st_size:,} bytes, expected {record.size_bytes:,}); build again"
     if verify == "full" and sha256_of(path) != record.sha256:

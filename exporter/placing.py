@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.bundle import REPORT_FILE, Bundle, to_json
+from exporter.documents import is_text
 from exporter.errors import InputError
 from exporter.foreign_files import sync, take_along, take_latecomers
 from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason
@@ -113,6 +114,8 @@ def write_atomically(path: Path, text: str) -> None:
         InputError: the folder cannot be written; the file is as before.
     """
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: it is no plain file and would be replaced by one; choose another path")
     with temporary_file(path.parent, path.name) as temporary:
         temporary.write_text(text, encoding="utf-8")
         put_file_in_place(temporary, path)
@@ -214,6 +217,10 @@ def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         InputError: `target` is a file, or cannot be written or replaced, or has no room, or holds somebody's file of a name that
             would be written.
     """
+    if not os.fspath(target):
+        raise InputError("output: got an empty path, expected a folder to make; give one with -o")
+    if not is_text(target):
+        raise InputError(f"output {target}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; choose another -o")
     target, missing = Path(os.path.realpath(target)), []
     try:
         check_replaceable(target)

@@ -24,8 +24,8 @@ from torch import Tensor
 from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import DTYPES, ONNX_TYPES, WeightFormat
-from exporter.errors import CheckpointError
+from exporter.contract import DTYPES, ONNX_TYPES, WeightFormat, weight_shapes
+from exporter.errors import BundleError, CheckpointError
 from exporter.quantize import Quantized, pack, quantize, unpack
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
@@ -295,7 +295,7 @@ class GraphWeights:
         self._tensors: dict[str, TensorProto] = {}
         self._names = set()
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
-            if tensor.external_data:
+            if tensor.external_data and tensor.dims:
                 name = _canonical(tensor.name, first_layer)
                 self._tensors[name] = tensor
                 weight, _, part = name.rpartition(".")
@@ -306,12 +306,22 @@ class GraphWeights:
     def names(self) -> Set[str]:
         return self._names
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight, [out, in] for projections."""
+        shapes = {}
+        for name in self._names:
+            integers = self._tensors.get(f"{name}.integers")
+            tensor = integers or self._tensors[name]
+            shapes[name] = tuple(tensor.dims)[:: -1 if integers is not None or _is_transposed(name) else 1]
+        return shapes
+
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         if name not in self._tensors:
             return self._dequantized(name, columns, rows)
         weight = self._mapped(name)
-        if name.startswith("blocks.") and weight.dim() == 2:
-            weight = weight.T  # stored [in, out]
+        if _is_transposed(name) and weight.dim() == 2:
+            weight = weight.T
         return weight[columns] if weight.dim() == 1 else weight[rows, columns]
 
     def _dequantized(self, name: str, columns: slice, rows: slice) -> Tensor:
@@ -354,14 +364,32 @@ class PartedWeights:
 
 
 def bundle_weights(bundle: Bundle) -> WeightSource:
-    """A bundle's own weights, mapped from its data files."""
+    """A bundle's own weights, mapped from its data files.
+
+    Raises:
+        BundleError: they are not the weights, of the shapes, that the manifest's geometry asks for.
+    """
     manifest = bundle.manifest
     parts = [GraphWeights(part.folder, manifest.unit.first_layer, manifest.weights, manifest.weight_format) for part in bundle.parts]
+    found = {name: shape for part in parts for name, shape in part.shapes.items()}
+    expected = weight_shapes(manifest.config, manifest.unit)
+    wrong = sorted(name for name, shape in expected.items() if found.get(name) != shape)
+    if wrong:
+        got = found.get(wrong[0], "none")
+        raise BundleError(f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, as for {len(wrong) - 1} others")
+    rows = {found[table][0] for table in ROPE_TABLES if table in found}
+    if rows - {2 * manifest.max_positions} or (manifest.unit.kind != "component" and not rows):
+        raise BundleError(f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, expected {2 * manifest.max_positions}, two a position")
     return parts[0] if len(parts) == 1 else PartedWeights(parts)
+
+
+def _is_transposed(name: str) -> bool:
+    """Whether a graph stores a weight [in, out]; of a vector both are the same."""
+    return name.startswith("blocks.")
 
 
 def _canonical(name: str, first_layer: int) -> str:
     parts = name.split(".")
-    if parts[0] == "blocks":
-        parts[1] = str(int(parts[1]) + first_layer)
+    if parts[0] == "blocks" and len(parts) > 1:
+        parts[1] = str(int(parts[1]) + first_layer) if parts[1].isdecimal() else parts[1]
     return ".".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer
 
 from exporter.bundle import Bundle
+from exporter.documents import read_document
 from exporter.errors import BundleError, InputError
 
 
@@ -18,9 +19,10 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     if path.name not in bundle.manifest.files:
         raise BundleError(f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one")
     try:
+        read_document(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise BundleError(f"{path}: it is no tokenizer ({error}); export again") from None
+        raise BundleError(f"{path}: no tokenizer can be made of it ({str(error)[:300]}); export the bundle again") from None
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exporter.bundle import (
+    DATA_FILE,
     ENGINES_FILE,
     GENAI_CONFIG_FILE,
     GRAPH_FILE,
@@ -27,6 +28,7 @@ from exporter.engine_records import EngineRecord, changed_origins, file_problem,
 from exporter.errors import BundleError, CheckFailed, InputError, together
 from exporter.fixed_capacity import fixed_graph_problem
 from exporter.graph_check import graph_problems
+from exporter.graph_form import form_problem
 from exporter.interop import genai_config
 from exporter.timing import timed
 from exporter.tokenizer import open_tokenizer
@@ -177,8 +179,9 @@ def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
     for prefix, part in _parts(bundle):
         if part.graph_path.is_file():
             with timed(log, "%s%s against its contract", prefix, GRAPH_FILE):
-                problems = graph_problems(part.graph_path, part.manifest.contract)
-            for problem in problems:
+                strange = form_problem(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
+                problems = graph_problems(part.graph_path, part.manifest.contract, trusted=strange is None)
+            for problem in [*problems, *([strange] if strange is not None else [])]:
                 yield Problem(CONTRACT, f"{prefix}{GRAPH_FILE}", problem)
 
 

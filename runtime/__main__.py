@@ -188,9 +188,7 @@ def _report(arguments: argparse.Namespace) -> None:
         table.add_row("bundle", str(bundle.folder))
         table.add_row("unit", f"{manifest.unit}, {manifest.dtype}, {sum(f['size_bytes'] for f in manifest.files.values()) / 2**20:,.0f} MiB")
         if validation:
-            verdict = "PASSED" if validation["passed"] else "FAILED"
-            error = "not finite" if validation["max_error"] is None else f"{validation['max_error']:.1e} of rms at most"
-            table.add_row("validated", f"{verdict}: {error}, {validation['max_allowed']:.0e} allowed")
+            table.add_row("validated", _verdict(validation))
         table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
         table.add_row("speed", f"{len(generation.prompt)} + {session.lengths[0] - len(generation.prompt)} tokens in {seconds:.2f} s")
         table.add_row("prompt", arguments.prompt)
@@ -224,6 +222,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
         cli.say(f"{finding.name}: {finding.detail}; to mend it: {finding.fix}")
     cli.say(f"to mend: {len(failed)}" if failed else "everything that is needed works")
     return cli.EXIT_CHECK_FAILED if failed else cli.EXIT_GOOD
+def _verdict(validation: dict) -> str:
+    """A report's validation in a few words; its largest error is null where it was not finite."""
+    error, allowed = (validation.get(key) for key in ("max_error", "max_allowed"))
+    if not isinstance(allowed, int | float) or not isinstance(error, int | float | None):
+        return "unknown: report.json does not say"
+    said = "not finite" if error is None else f"{error:.1e} of rms at most"
+    return f"{'PASSED' if validation.get('passed') is True else 'FAILED'}: {said}, {allowed:.0e} allowed"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from exporter.bundle import TOKENIZER_FILES
+from exporter.catalogue import short
+from exporter.documents import is_inside, read_document
 from exporter.errors import CheckpointError
 from exporter.weights import WeightSource
 
@@ -24,25 +25,40 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: it holds no {path.name}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_document(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from None
+        raise CheckpointError(f"{path}: cannot be read as JSON ({str(error)[:300]})") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: got a JSON {type(data).__name__}, expected an object")
     return data
 
 
 def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
-    """The tokens that end a generation: from generation_config.json, else from the config."""
+    """The tokens that end a generation: from generation_config.json, else from the config.
+
+    Raises:
+        CheckpointError: they are no token ids.
+    """
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**63 for token in ids):
+        raise CheckpointError(f"checkpoint {folder}: got eos_token_id {short(ids)}, expected whole numbers of at least 0")
+    return tuple(ids)
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The tokenizer's files that are there, in a fixed order."""
-    return tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+    """The tokenizer's files that are there, in a fixed order.
+
+    Raises:
+        CheckpointError: one is a link that leads out of the folder; it would be copied into a bundle as it is.
+    """
+    files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+    for path in files:
+        if not is_inside(path, folder):
+            raise CheckpointError(f"{path}: it is a link that leads out of its folder; put the file itself there")
+    return files
 
 
 def check_coverage(folder: Path, found: set[str], expected: set[str], optional: set[str]) -> None:

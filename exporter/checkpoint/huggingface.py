@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.catalogue import ModelConfig, RopeScaling
+from exporter.catalogue import ModelConfig, RopeScaling, short
 from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, listed, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
 from exporter.contract import Unit, weight_shapes
@@ -67,9 +67,10 @@ def parse_config(data: dict) -> ModelConfig:
         CheckpointError: another architecture, a feature that this pipeline does not reproduce, or a missing key.
         InputError: the values contradict each other.
     """
-    architecture = (data.get("architectures") or [data.get("model_type")])[0]
-    if data.get("model_type") != "llama" or architecture not in ("LlamaForCausalLM", "llama"):
-        raise CheckpointError(f"config architecture: got {architecture} (model_type {data.get('model_type')}), expected LlamaForCausalLM")
+    architectures = data.get("architectures") or [data.get("model_type")]
+    if data.get("model_type") != "llama" or architectures not in (["LlamaForCausalLM"], ["llama"]):
+        got = f"{short(architectures)} (model_type {short(data.get('model_type'))})"
+        raise CheckpointError(f"config architectures: got {got}, expected LlamaForCausalLM alone")
     for key, plain in {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -78,7 +79,7 @@ def parse_config(data: dict) -> ModelConfig:
         "quantization_config": None,
     }.items():
         if data.get(key, plain) != plain:
-            raise CheckpointError(f"config {key}: got {data[key]!r}, expected {plain!r}; this pipeline does not reproduce it")
+            raise CheckpointError(f"config {key}: got {short(data[key])}, expected {plain!r}; this pipeline does not reproduce it")
     required = (
         "hidden_size",
         "intermediate_size",
@@ -111,7 +112,7 @@ def parse_config(data: dict) -> ModelConfig:
 def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
     if not isinstance(hidden_size, int) or not isinstance(n_heads, int) or n_heads < 1 or hidden_size % n_heads:
         raise InputError(
-            f"config heads: got hidden_size {hidden_size} and num_attention_heads {n_heads}, expected the first to be a multiple of "
+            f"config heads: got hidden_size {short(hidden_size)} and num_attention_heads {short(n_heads)}, expected the first to be a multiple of "
             "the second where head_dim is not given"
         )
     return hidden_size // n_heads
@@ -130,27 +131,27 @@ def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     newer, older = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if not isinstance(value, dict):
-            raise InputError(f"config {name}: got {value!r}, expected an object")
+            raise InputError(f"config {name}: got {short(value)}, expected an object")
     thetas = [value for value in (newer.get("rope_theta"), older.get("rope_theta"), data.get("rope_theta")) if value is not None]
     if any(theta != thetas[0] for theta in thetas):
-        raise InputError(f"config rope_theta: got {thetas} in several places, expected one value")
+        raise InputError(f"config rope_theta: got {short(thetas)} in several places, expected one value")
     scalings = [_parse_scaling(rule) for rule in (newer, older) if set(rule) - {"rope_theta"}]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
-        raise InputError(f"config rope_scaling: got {older} and rope_parameters {newer}, which differ; expected one rule")
+        raise InputError(f"config rope_scaling: got {short(older)} and rope_parameters {short(newer)}, which differ; expected one rule")
     return (thetas[0] if thetas else 10_000.0), (scalings[0] if scalings else None)
 
 
 def _parse_scaling(rule: dict) -> RopeScaling | None:
     kind = rule.get("rope_type", rule.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise InputError(f"config rope_scaling: got type {kind!r}, expected 'llama3' or 'default'; other rules are not reproduced")
+        raise InputError(f"config rope_scaling: got type {short(kind)}, expected 'llama3' or 'default'; other rules are not reproduced")
     plain = {key: value for key, value in rule.items() if key not in ("rope_type", "type", "rope_theta")}
     if plain.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"config partial_rotary_factor: got {rule['partial_rotary_factor']!r}, expected 1.0; it is not reproduced")
+        raise InputError(f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; it is not reproduced")
     expected = set() if kind == "default" else set(_SCALING_NAMES)
     if set(plain) != expected:
         raise InputError(
-            f"config rope_scaling of type {kind!r}: unknown keys {sorted(set(plain) - expected)}, missing keys {sorted(expected - set(plain))}"
+            f"config rope_scaling of type {kind!r}: unknown keys {short(sorted(set(plain) - expected))}, missing keys {sorted(expected - set(plain))}"
         )
     return RopeScaling(**{ours: plain[theirs] for theirs, ours in _SCALING_NAMES.items()}) if plain else None
 
@@ -228,6 +229,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         index = read_json(index_path).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise CheckpointError(f"{index_path}: it has no weight_map")
+        outside = [shard for shard in index.values() if not isinstance(shard, str) or Path(shard).name != shard]
+        if outside:
+            raise CheckpointError(f"{index_path}: it names the shard {short(outside[0])}, expected a file inside the folder")
     elif (folder / "model.safetensors").is_file():
         index = None
     else:
@@ -235,8 +239,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     shards = sorted(set(index.values())) if index else ["model.safetensors"]
     files: dict[str, Path] = {}
     for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{index_path}: it names the shard {shard!r}, expected a file inside the folder")
         path = folder / shard
         for name in _names_in(path):
             if name in files:
@@ -254,5 +256,5 @@ def _names_in(path: Path) -> list[str]:
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None

@@ -1,19 +1,22 @@
 """Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run merged by their rule.
 
-Rows of q and k are in Meta's order already. The .pth files are pickles; they are read by torch's restricted unpickler,
-which runs no code, and mapped, so that a tensor is read when it is asked for.
+Rows of q and k are in Meta's order already. The .pth files are pickles. First everything that one names is held against the few
+things that a file of tensors consists of; then torch's restricted unpickler reads it, which runs no code; and it is mapped, so
+that a tensor is read when it is asked for.
 """
 
 from __future__ import annotations
 
+import pickletools
 import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from exporter.catalogue import ModelConfig, RopeScaling, WidthRule, lookup
+from exporter.catalogue import LARGEST_COUNT, ModelConfig, RopeScaling, WidthRule, lookup, short
 from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
 from exporter.contract import Unit, weight_shapes
@@ -74,13 +77,12 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
     unknown = sorted(set(params) - _KNOWN_PARAMS)
     missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps", "multiple_of") if params.get(key) is None]
     if unknown or missing:
-        raise CheckpointError(f"params.json: unknown keys {unknown}, missing keys {missing}")
+        raise CheckpointError(f"params.json: unknown keys {short(unknown)}, missing keys {missing}")
     if model is None:
         needed = "the context length" + (" and the RoPE scaling rule" if params.get("use_scaled_rope") else "")
         raise CheckpointError(f"params.json does not say {needed}; name the model with --model so that the catalogue supplies it")
     known = lookup(model)
-    if params["dim"] % params["n_heads"]:
-        raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
+    _check_params(params)
     config = ModelConfig(
         hidden_size=params["dim"],
         n_layers=params["n_layers"],
@@ -103,6 +105,22 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
     return config
 
 
+def _check_params(params: dict) -> None:
+    """What is computed with before ModelConfig can look at it.
+
+    Raises:
+        InputError: a number is none, or out of all bounds.
+    """
+    for key in ("dim", "n_heads", "multiple_of"):
+        if not isinstance(params[key], int) or isinstance(params[key], bool) or not 1 <= params[key] <= LARGEST_COUNT:
+            raise InputError(f"params.json {key}: got {short(params[key])}, expected a whole number from 1 to {LARGEST_COUNT:,}")
+    multiplier = params.get("ffn_dim_multiplier")
+    if multiplier is not None and (not isinstance(multiplier, int | float) or isinstance(multiplier, bool) or not 0 < multiplier < LARGEST_COUNT):
+        raise InputError(f"params.json ffn_dim_multiplier: got {short(multiplier)}, expected a number above 0")
+    if params["dim"] % params["n_heads"]:
+        raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
+
+
 def _scaling(params: dict, known: ModelConfig, model: str) -> RopeScaling | None:
     if not params.get("use_scaled_rope"):
         return None
@@ -116,7 +134,7 @@ def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
     stated = params.get("vocab_size", -1)
     if isinstance(stated, int) and stated > 0:
         return stated
-    if any("output.weight" not in shard for shard in shards):
+    if any("output.weight" not in shard or shard["output.weight"].dim() != 2 for shard in shards):
         raise CheckpointError("params.json gives no vocab_size and there is no output.weight to read it from")
     return sum(shard["output.weight"].shape[0] for shard in shards)
 
@@ -141,13 +159,46 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
         CheckpointError: the file is not a plain dictionary of tensors.
     """
     try:
+        _check_archive(path)
         shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many kinds: a bad zip, a bad pickle, a forbidden global
-        reason = str(error).splitlines()[0][:200]
+        reason = short(str(error).partition("\n")[0])
         raise CheckpointError(f"{path}: not a plain file of tensors ({type(error).__name__}: {reason}); nothing in it was run") from None
     if not isinstance(shard, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in shard.items()):
         raise CheckpointError(f"{path}: got {type(shard).__name__}, expected a dictionary of tensors")
+    for name, tensor in shard.items():
+        if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {short(name)} has shape {short(list(tensor.shape))} over fewer bytes; it is no tensor that was saved")
     return shard
+
+
+_PICKLE_BYTES = 16 * 2**20  # names, shapes and places of tensors; the values are records of their own
+_STORAGES = ("Float", "Half", "BFloat16", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")  # the wrong ones are refused by name, later
+_GLOBALS = {
+    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
+    *(f"torch {kind}Storage" for kind in _STORAGES),
+}  # fmt: skip
+
+
+def _check_archive(path: Path) -> None:
+    """Refuses an archive of compressed records, and a pickle that names anything but tensors of the floating-point types.
+
+    Some of what torch itself allows in a file of weights takes memory at the file's word, or makes tensors without values.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: says what was found.
+    """
+    if not path.is_file():
+        raise ValueError("it is not a plain file")
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
+        pickles = [record for record in records if record.filename.endswith("/data.pkl")]
+        if packed or len({record.filename for record in records}) != len(records) or len(pickles) != 1 or pickles[0].file_size > _PICKLE_BYTES:
+            raise ValueError("its records are compressed, or of one name, or its pickle is missing or too large")
+        for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
+            if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4") or (opcode.name == "GLOBAL" and argument not in _GLOBALS):
+                raise ValueError(f"it names {argument or 'something by its stack'}, expected plain tensors alone")
 
 
 class MetaWeights:
@@ -176,11 +227,14 @@ class MetaWeights:
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
                 raise CheckpointError(f"checkpoint {self._folder}: {name} is whole in every shard and differs between them")
             return None
+        if any(piece.dim() != len(shape) for piece in pieces):
+            found = [piece.dim() for piece in pieces]
+            raise CheckpointError(f"checkpoint {self._folder}: {name} has {found} axes in its shards, expected {len(shape)}")
         axes = (0, 1) if name == "tok_embeddings.weight" else (1,) if name.endswith(_ROW_PARALLEL) else (0,)
         for axis in axes[: len(shape)]:
             merged = list(pieces[0].shape)
             merged[axis] = sum(piece.shape[axis] for piece in pieces)
-            same = all(piece.dim() == len(shape) and _without(piece.shape, axis) == _without(pieces[0].shape, axis) for piece in pieces)
+            same = all(_without(piece.shape, axis) == _without(pieces[0].shape, axis) for piece in pieces)
             if same and tuple(merged) == shape:
                 return axis
         shapes = [list(piece.shape) for piece in pieces]

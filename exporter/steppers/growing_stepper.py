@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 
 from exporter.contract import Contract, numpy_dtype
-from exporter.steppers.onnxruntime_stepper import open_session
+from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache, Stepper
 
 
@@ -40,7 +40,8 @@ class GrowingStepper(Stepper[HostCache]):
         pasts, presents = zip(*self.contract.cache_pairs, strict=True)
         inputs |= {name: np.ascontiguousarray(array[rows, :, :past_len]) for name, array in zip(pasts, cache.arrays, strict=True)}
         names = [spec.name for spec in self.contract.step_outputs]
-        results = self._session.run([*names, *presents], inputs)
+        with refusals():
+            results = self._session.run([*names, *presents], inputs)
         for array, present in zip(cache.arrays, results[len(names) :], strict=True):
             array[rows, :, :total_len] = present
         return dict(zip(names, results[: len(names)], strict=True))

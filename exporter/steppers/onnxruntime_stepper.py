@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
             binding.bind_output(spec.name, "cpu")
         if cache is not None:
             self._bind_cache(binding, cache, first_row, len(feeds["write_indices"]))
-        self._session.run_with_iobinding(binding)
+        with refusals():
+            self._session.run_with_iobinding(binding)
         # outputs come in the order they were bound, which is not the graph's
         results = binding.get_outputs()[: len(self.contract.step_outputs)]
         return {spec.name: result for spec, result in zip(self.contract.step_outputs, results, strict=True)}
@@ -138,6 +140,19 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
 
     def close(self) -> None:
         del self._session
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around a step: what onnxruntime refuses of it is an error of the graph's.
+
+    Raises:
+        BackendError: with the first line of onnxruntime's reason.
+    """
+    try:
+        yield
+    except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
+        raise BackendError(f"onnxruntime: it does not run this graph: {str(error).partition(chr(10))[0][:300]}") from error
 
 
 def open_session(
@@ -158,7 +173,7 @@ def open_session(
         with timed(log, "session of %s on %s", what, provider):
             return onnxruntime.InferenceSession(graph, options, providers=[provider])
     except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
-        raise BundleError(f"{what}: onnxruntime refuses it: {str(error).splitlines()[0]}") from error
+        raise BundleError(f"{what}: onnxruntime refuses it: {str(error).partition(chr(10))[0][:500]}") from error
 
 
 def _buffers(cache: HostCache | CudaCache) -> list[tuple[int, int]]:

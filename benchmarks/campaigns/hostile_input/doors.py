@@ -1,0 +1,131 @@
+"""What hostile input is opened through: library calls, and commands as they are typed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+import numpy as np
+
+import engines.__main__
+import exporter.__main__
+import runtime.__main__
+from benchmarks.campaigns.hostile_input.originals import META_NAME
+from exporter.bundle import Bundle
+from exporter.checkpoint.formats import open_checkpoint
+from exporter.contract import numpy_dtype
+from exporter.placing import new_folder
+from runtime import DecodeSession
+from tests.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+
+MAINS = {"exporter": exporter.__main__.main, "engines": engines.__main__.main, "runtime": runtime.__main__.main}
+Door = tuple[str, Callable[[Path], int | None]]  # label, and what to do with a case's folder
+INPUT, OUTPUT, OUTSIDE = "input", "out", "outside"  # folders of a case
+
+
+def command(stage: str, *arguments: str, label: str | None = None) -> Door:
+    """A command line, in which "{}" stands for the case's folder."""
+
+    def run(root: Path) -> int:
+        return MAINS[stage]([argument.replace("{}", str(root)) for argument in arguments])
+
+    return label or f"{stage} {arguments[0]}", run
+
+
+def _open(verify: str) -> Door:
+    return f"Bundle.open {verify}", lambda root: Bundle.open(root / INPUT, verify) and None
+
+
+def _step(session: DecodeSession) -> None:
+    manifest = session.manifest
+    if manifest.unit.kind == "model":
+        session.prefill(np.array([[1, 2, 3]]))
+        session.decode(np.array([4]))
+    else:
+        x = np.ones((1, 3, manifest.config.hidden_size), numpy_dtype(manifest.dtype))
+        session.prefill(x)
+        session.decode(x[:, :1])
+
+
+def _session(backend: str) -> Door:
+    def run(root: Path) -> None:
+        with DecodeSession.open(root / INPUT, backend, max_batch=1) as session:
+            _step(session)
+
+    return f"DecodeSession {backend}", run
+
+
+def _session_over_doubles(root: Path) -> None:
+    """The TensorRT backend where there is no GPU: over the tests' doubles, whose engine has the content of `ENGINE` only."""
+    folder = root / INPUT
+    bundle, cuda = Bundle.open(folder), CudaDouble()
+    record = engine_record(bundle, 32)
+    trt = tensorrt_double(bundle, record, cuda)
+    backend = mock.Mock(trt=trt, version="1.7.1.116")
+    backend.name = "tensorrt-rtx"
+    with contextlib.ExitStack() as stack:
+        stepper = "engines.tensorrt_stepper."
+        stack.enter_context(mock.patch(stepper + "visible_gpus", lambda: [mock.Mock(compute_capability="9.0")]))
+        stack.enter_context(mock.patch(stepper + "choose_backend", lambda name: backend))
+        stack.enter_context(mock.patch("engines.cuda.RuntimeCuda", lambda: cuda))
+        assert ENGINE == b"engine"
+        with DecodeSession.open(folder, "tensorrt", max_batch=1) as session:
+            _step(session)
+
+
+def _replace(root: Path) -> None:
+    """A new folder put in the hostile one's place, as an export does."""
+    with new_folder(root / INPUT) as folder:
+        (folder / "manifest.json").write_text("{}")
+
+
+def _checkpoint(model: str | None) -> Door:
+    def run(root: Path) -> None:
+        checkpoint = open_checkpoint(root / INPUT, model)
+        for name in ("embedding.weight", "blocks.0.attention.q_proj.weight", "norm.weight"):
+            checkpoint.weights.read(name)
+
+    return "open_checkpoint", run
+
+
+OPEN, OPEN_FULL, SESSION, REPLACE = _open("graph"), _open("full"), _session("onnxruntime"), ("new_folder", _replace)
+VERIFY, VALIDATE = command("exporter", "verify", "{}/input"), command("exporter", "validate", "{}/input")
+BY_LAYER = command("exporter", "validate", "{}/input", "--by-layer", "--format", "json")
+DECODE = command("runtime", "decode", "{}/input", "--steps", "2", "--prompt-len", "3", "--cache-capacity", "32")
+EAGER = command("runtime", "decode", "{}/input", "--steps", "1", "--backend", "eager", "--format", "json")
+GENERATE = command("runtime", "generate", "{}/input", "--prompt", "hello", "--max-new-tokens", "2")
+REPORT = command("runtime", "report", "{}/input", "--prompt", "hello", "--max-new-tokens", "2")
+INSPECT = command("engines", "inspect", "{}/input", "--format", "json")
+INSPECT_TABLE = command("engines", "inspect", "{}/input")
+BUILD = command("engines", "build", "{}/input", "--max-batch", "1", "--max-seq-len", "4", "--cache-capacity", "32")
+BUILD_ONNX = command("engines", "build", "--onnx", "{}/input/model.onnx", "-o", "{}/out/engine", "--cache-capacity", "32", "--max-seq-len", "4")
+COMPARE = command("engines", "compare", "{}/input", "--cache-capacity", "8")
+OVER_DOUBLES = ("DecodeSession tensorrt (doubles)", _session_over_doubles)
+EXPORT = command("exporter", "export", "--checkpoint", "{}/input", "--unit", "component:repeat_kv", "-o", "{}/out/bundle", "--no-validate")
+EXPORT_MODEL = command(
+    "exporter", "export", "--checkpoint", "{}/input", "--unit", "model", "-o", "{}/out/bundle", "--no-validate", "--max-positions", "16"
+)  # fmt: skip
+EXPORT_META = command(
+    "exporter", "export", "--checkpoint", "{}/input", "--model", META_NAME, "--unit", "component:rms_norm", "-o", "{}/out/bundle", "--no-validate"
+)  # fmt: skip
+
+# How often a door is taken; those that cost seconds are rare.
+BUNDLE_DOORS = {OPEN: 6, OPEN_FULL: 6, VERIFY: 4, SESSION: 6, DECODE: 2, GENERATE: 1, VALIDATE: 0.5, INSPECT: 0.5, REPLACE: 3}
+GRAPH_DOORS = {
+    VERIFY: 8, SESSION: 10, DECODE: 3, EAGER: 1, GENERATE: 1, VALIDATE: 1, BY_LAYER: 0.5, INSPECT: 3, INSPECT_TABLE: 1, BUILD: 0.1, BUILD_ONNX: 2,
+    COMPARE: 0.2,
+}  # fmt: skip
+TEXT_DOORS = {OPEN_FULL: 1, GENERATE: 6, REPORT: 4, VERIFY: 1, VALIDATE: 0.3}
+FILE_DOORS = {door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX}  # a file that somebody names may be a link
+ENGINE_DOORS = {VERIFY: 4, INSPECT: 1, INSPECT_TABLE: 1, OVER_DOUBLES: 6, DECODE: 2, REPLACE: 2, COMPARE: 0.1, BUILD: 0.1}
+HUGGINGFACE_DOORS = {_checkpoint(None): 20, EXPORT: 1, EXPORT_MODEL: 0.1}
+META_DOORS = {_checkpoint(META_NAME): 20, EXPORT_META: 0.5}
+
+
+def draw(doors: Mapping[Door, float], rng: Random, count: int) -> list[Door]:
+    """Some different doors, the likelier ones more often."""
+    ranked = sorted(doors, key=lambda door: rng.random() ** (1 / doors[door]), reverse=True)
+    return ranked[:count]

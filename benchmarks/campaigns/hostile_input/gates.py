@@ -1,0 +1,76 @@
+"""How far a case came: the steps of opening and running that it passed, counted where they are made."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections import Counter
+from typing import Any
+
+# gate → where its function is: module, and class where it is a method
+GATES = {
+    "manifest is JSON with the known keys": ("exporter.bundle", "ModelConfig", "from_dict", "entered"),
+    "manifest agrees with itself": ("exporter.bundle", "Manifest", "from_json", "left"),
+    "sizes and checksums match": ("exporter.bundle", "Bundle", "_check_files", "left"),
+    "graph has the bundle's form": ("exporter.graph_form", None, "check_graph_form", "left"),
+    "bundle opened": ("exporter.bundle", "Bundle", "open", "left"),
+    "graph file parsed as ONNX": ("engines.source", None, "load_source", "left"),
+    "graph keeps its contract (verify)": ("exporter.graph_check", None, "check_graph", "left"),
+    "onnxruntime session made": ("exporter.steppers.onnxruntime_stepper", None, "open_session", "left"),
+    "decode session opened": ("runtime.session", "DecodeSession", "open", "left"),
+    "prefill ran": ("runtime.session", "DecodeSession", "prefill", "left"),
+    "TensorRT parsed the graph": ("engines.network", None, "parse_network", "left"),
+    "validation ran": ("exporter.export", None, "validate_bundle", "left"),
+    "engine records read": ("engines.records", None, "read_records", "left"),
+    "engine file matched its record": ("engines.records", None, "check_engine", "left"),
+    "tokenizer loaded": ("exporter.tokenizer", None, "open_tokenizer", "left"),
+    "checkpoint's JSON read": ("exporter.checkpoint.folder", None, "read_json", "left"),
+    "checkpoint's config accepted": ("exporter.contract", None, "weight_shapes", "left"),
+    "tensor names and shards listed": ("exporter.checkpoint.folder", None, "check_coverage", "entered"),
+    "tensors cover the config": ("exporter.checkpoint.folder", None, "check_coverage", "left"),
+    "checkpoint opened": ("exporter.checkpoint.formats", None, "open_checkpoint", "left"),
+    "bundle exported": ("exporter.export", None, "export_bundle", "left"),
+    "arguments parsed": ("argparse", "ArgumentParser", "parse_args", "left"),
+}
+
+
+class Gates:
+    """Counters around the functions of GATES; `passed` is emptied by whoever reads it."""
+
+    def __init__(self) -> None:
+        self.passed: Counter[str] = Counter()
+        for gate, (module, owner, name, when) in GATES.items():
+            try:
+                home: Any = importlib.import_module(module)
+            except ImportError:
+                continue
+            if owner is not None:
+                self._wrap_method(getattr(home, owner), name, gate, when)
+            else:
+                self._wrap_function(getattr(home, name), name, gate, when)
+
+    def _counted(self, function: Any, gate: str, when: str) -> Any:
+        @functools.wraps(function)
+        def counted(*arguments: Any, **named: Any) -> Any:
+            if when == "entered":
+                self.passed[gate] += 1
+            result = function(*arguments, **named)
+            if when == "left":
+                self.passed[gate] += 1
+            return result
+
+        return counted
+
+    def _wrap_method(self, owner: type, name: str, gate: str, when: str) -> None:
+        raw = owner.__dict__[name]
+        wrapped = self._counted(raw.__func__ if isinstance(raw, classmethod) else raw, gate, when)
+        setattr(owner, name, classmethod(wrapped) if isinstance(raw, classmethod) else wrapped)
+
+    def _wrap_function(self, function: Any, name: str, gate: str, when: str) -> None:
+        """Every module of the project that has the function by name gets the counted one."""
+        counted = self._counted(function, gate, when)
+        for module in list(sys.modules.values()):
+            package = getattr(module, "__name__", "").partition(".")[0]
+            if package in ("exporter", "engines", "runtime", "benchmarks") and getattr(module, name, None) is function:
+                setattr(module, name, counted)

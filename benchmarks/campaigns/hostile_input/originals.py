@@ -1,0 +1,77 @@
+"""Good bundles and checkpoints of tiny models, which the mutations start from; made once a campaign."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from exporter.catalogue import CATALOGUE, ModelConfig
+from exporter.checkpoint.formats import open_checkpoint
+from exporter.contract import Unit
+from exporter.export import ExportRequest, export_bundle
+from exporter.weights import RandomWeights
+from tests.checkpoints import meta_shards, write_huggingface, write_json
+
+TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=300, context_length=128)
+META = dataclasses.replace(TINY, intermediate_size=256)
+MAX_POSITIONS = 64
+META_NAME = "tiny-for-campaigns"
+CATALOGUE_ENTRY = {META_NAME: META}  # a Meta folder needs a catalogue name; workers add it
+UNITS = {  # name of the original → unit, dtype, logits, cache, parts
+    "block": ("block", "fp32", None, "in_place", 1),
+    "model": ("model", "fp32", None, "in_place", 1),
+    "half": ("block", "fp16", None, "in_place", 1),
+    "bfloat": ("block", "bf16", None, "in_place", 1),
+    "parts": ("stack", "fp32", None, "in_place", 2),
+    "growing": ("model", "fp32", "all", "growing", 1),
+    "component": ("component:repeat_kv", "fp16", None, "in_place", 1),
+}
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer with a few merges, inside of TINY's vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)} | {"he": 256, "ll": 257}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("h", "e"), ("l", "l")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(path))
+
+
+def make_originals(folder: Path, names: tuple[str, ...] = tuple(UNITS)) -> None:
+    """Writes the checkpoints, the named bundles out of one of them, and an engine into "half" where TensorRT-RTX is installed."""
+    CATALOGUE.update(CATALOGUE_ENTRY)
+    for name, shards in (("huggingface", 1), ("sharded", 2)):
+        write_huggingface(folder / name, TINY, shards=shards)
+        write_tokenizer(folder / name / "tokenizer.json")
+    _write_meta(folder / "meta")
+    checkpoint = open_checkpoint(folder / "huggingface")
+    for name in names:
+        unit, dtype, logits, cache, parts = UNITS[name]
+        request = ExportRequest(
+            checkpoint.config, Unit.parse(unit, checkpoint.config, None, logits, cache), checkpoint.weights, dtype, MAX_POSITIONS,
+            end_token_ids=checkpoint.end_token_ids, tokenizer_files=checkpoint.tokenizer_files, n_parts=parts,
+        )  # fmt: skip
+        export_bundle(request, folder / name, validated=name == "model")
+    if "half" in names:
+        _build_engine(folder / "half")
+
+
+def _write_meta(folder: Path) -> None:
+    folder.mkdir()
+    for index, shard in enumerate(meta_shards(META, RandomWeights(META, 0), 2)):
+        torch.save(shard, folder / f"consolidated.{index:02d}.pth")
+    write_json(folder / "params.json", {
+        "dim": META.hidden_size, "n_layers": META.n_layers, "n_heads": META.n_heads, "n_kv_heads": META.n_kv_heads, "vocab_size": META.vocab_size,
+        "multiple_of": 256, "norm_eps": META.norm_eps, "rope_theta": META.rope_theta,
+    })  # fmt: skip
+
+
+def _build_engine(folder: Path) -> None:
+    from engines.backend import choose_backend
+    from engines.build import BuildRequest, build_bundle
+    from exporter.bundle import Bundle
+
+    build_bundle(Bundle.open(folder), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))

@@ -1,0 +1,262 @@
+"""Holds a bundle's graph file against the form of this project's exports, before any library parses it.
+
+A bundle may come from a stranger, and ONNX can say a great deal: data read from any path, code of other domains, loops, tensors
+larger than their data. Runtimes written in C++ meet such files with anything from an error to a crash. An export uses a
+small part of the format, so everything outside of that part is refused here, by a reader that needs neither onnx nor protobuf.
+
+What this does not bound is the memory of a graph that was made by hand out of allowed operators: a chain of outer products
+grows without a large number in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exporter.contract import DTYPES, ONNX_TYPES, OPSET, WEIGHT_FORMATS, Contract, TensorSpec, WeightFormat
+from exporter.errors import BundleError
+from exporter.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
+
+# Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
+OPERATORS = {
+    "Add", "And", "Attention", "Cast", "Clip", "Concat", "DequantizeLinear", "Equal", "Expand", "Gather", "GatherElements", "GatherND", "Gemm",
+    "Less", "LessOrEqual", "MatMul", "Mul", "Not", "Or", "Range", "ReduceMax", "Reshape", "RMSNormalization", "RotaryEmbedding", "Shape", "Sigmoid", "Slice",
+    "Split", "Squeeze", "Sub", "TensorScatter", "Transpose", "Unsqueeze", "Where",
+}  # fmt: skip
+BYTES_PER_LAYER = 64 * 1024  # an export has about 9 kB a layer
+NODES_PER_LAYER = 128  # an export has about 35
+EDGE_LAYERS = 8  # what comes before and after the layers counts as so many
+INT64 = ONNX_TYPES["int64"]
+_ATTRIBUTE_TYPES = (1, 2, 7)  # a float, a whole number, whole numbers
+_ITEM_BITS = {INT64: 64, **{dtype.onnx: 8 * dtype.n_bytes for dtype in DTYPES.values()}}
+_ITEM_BITS |= {ONNX_TYPES[name]: WeightFormat(name).bits for name in WEIGHT_FORMATS}
+
+
+@dataclass
+class _Tensor:
+    """One initializer: where its bytes lie, and whether they are as many as its dims and type say."""
+
+    name: str = ""
+    kind: int = 0
+    dims: list[int] = field(default_factory=list)
+    raw: memoryview | None = None
+    external: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        return -(-math.prod(self.dims) * _ITEM_BITS[self.kind] // 8)
+
+
+def check_graph_form(path: Path, contract: Contract, largest: int, data_name: str) -> None:
+    """Refuses a graph file that is not of the form that exports have; arguments as of `form_problem`.
+
+    Raises:
+        BundleError: says what was found; nothing but these two files was looked at.
+    """
+    problem = form_problem(path, contract, largest, data_name)
+    if problem is not None:
+        raise BundleError(f"{path}: {problem}; export the bundle again")
+
+
+def form_problem(path: Path, contract: Contract, largest: int, data_name: str) -> str | None:
+    """In what a graph file is not of the form that exports have, if in anything.
+
+    Args:
+        path: of the graph.
+        contract: inputs and outputs that it must have.
+        largest: no whole number that shapes are made of is beyond it.
+        data_name: the file beside it that its weights lie in, and the only one.
+    """
+    n_layers = len(contract.inputs) // 2 + EDGE_LAYERS
+    size, data = path.stat().st_size, path.parent / data_name
+    if size > BYTES_PER_LAYER * n_layers:
+        return f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs"
+    data_bytes = data.stat().st_size if data.is_file() else 0
+    try:
+        _Form(contract, largest, data_name, data_bytes, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
+    except ValueError as error:
+        return f"it is not a graph as an export writes it ({str(error)[:300]})"
+    return None
+
+
+class _Form:
+    """The form, one method a message of the format; each raises ValueError with what is wrong."""
+
+    def __init__(self, contract: Contract, largest: int, data_name: str, data_bytes: int, most_nodes: int) -> None:
+        self._contract, self._largest, self._most_nodes = contract, largest, most_nodes
+        self._data_name, self._data_bytes = data_name, data_bytes
+
+    def model(self, data: memoryview) -> None:
+        graphs, opsets = [], []
+        for number, kind, value in _allowed("model", data, {1, 2, 3, 7, 8}):
+            if number == 7:
+                graphs.append(_message(kind, value))
+            elif number == 8:
+                opsets.append({n: text(k, v) if n == 1 else _number(k, v) for n, k, v in _allowed("opset", _message(kind, value), {1, 2})})
+        if len(graphs) != 1 or [(o.get(1, ""), o.get(2)) for o in opsets] != [("", OPSET)]:
+            raise ValueError(f"{len(graphs)} graphs and operator sets {opsets}, expected one graph at the default domain's {OPSET}")
+        self._graph(graphs[0])
+
+    def _graph(self, data: memoryview) -> None:
+        nodes, tensors = list[memoryview](), list[_Tensor]()
+        values: dict[int, list[TensorSpec]] = {11: [], 12: [], 13: []}
+        for number, kind, value in _allowed("graph", data, {1, 2, 5, 11, 12, 13}):
+            if number == 1:
+                nodes.append(_message(kind, value))
+            elif number == 5:
+                tensors.append(self._tensor(_message(kind, value)))
+            elif number in values:
+                values[number].append(_value(_message(kind, value)))
+            if max(len(nodes), len(tensors), len(values[13])) > self._most_nodes:
+                raise ValueError(f"over {self._most_nodes} nodes, weights or values, more than a graph of these inputs has")
+        ends = [_decimal(tensor.external["offset"]) + tensor.n_bytes for tensor in tensors if tensor.external]
+        if max(ends, default=0) != self._data_bytes:
+            raise ValueError(f"its weights end at {max(ends, default=0):,}, expected {self._data_bytes:,}, the end of {self._data_name}")
+        for what, number, specs in (("inputs", 11, self._contract.inputs), ("outputs", 12, self._contract.outputs)):
+            if values[number] != list(specs):
+                raise ValueError(f"its {what} are not those of the manifest")
+        self._wiring(nodes, [spec.name for spec in self._contract.inputs] + [tensor.name for tensor in tensors])
+
+    def _wiring(self, nodes: list[memoryview], given: list[str]) -> None:
+        """Every name is made once, before it is read, so that the graph has no cycle."""
+        known = set(given)
+        if len(known) != len(given) or "" in known:
+            raise ValueError("two inputs or weights of one name")
+        for data in nodes:
+            inputs, outputs = _node(data)
+            missing = [name for name in inputs if name and name not in known]
+            if missing or known.intersection(outputs) or "" in outputs or not outputs:
+                raise ValueError(f"a node reads {missing[:3]} and makes {outputs[:3]}: each value is made once and then read")
+            known.update(outputs)
+        if not known.issuperset(spec.name for spec in self._contract.outputs):
+            raise ValueError("no node makes some of its outputs")
+
+    def _tensor(self, data: memoryview) -> _Tensor:
+        tensor = _Tensor()
+        for number, kind, value in _allowed("weight", data, {1, 2, 8, 9, 13, 14}):
+            if number == 1:
+                tensor.dims += int64s(kind, value)
+            elif number == 2:
+                tensor.kind = _number(kind, value)
+            elif number == 8:
+                tensor.name = text(kind, value)
+            elif number == 9:
+                tensor.raw = _message(kind, value)
+            elif number == 13:
+                entry = {n: text(k, v) for n, k, v in _allowed("place of a weight", _message(kind, value), {1, 2})}
+                if entry.get(1) in tensor.external:
+                    raise ValueError(f"{tensor.name}: its place is given twice")
+                tensor.external[entry.get(1, "")] = entry.get(2, "")
+            elif _number(kind, value) not in (0, 1):
+                raise ValueError("data that lies nowhere")
+        if tensor.kind not in _ITEM_BITS or len(tensor.dims) > 8 or any(not 0 < dim <= 2**40 for dim in tensor.dims):
+            raise ValueError(f"{tensor.name[:80]}: type {tensor.kind} and dims {tensor.dims[:8]}")
+        self._check_bytes(tensor)
+        return tensor
+
+    def _check_bytes(self, tensor: _Tensor) -> None:
+        if bool(tensor.external) == (tensor.raw is not None):
+            raise ValueError(f"{tensor.name[:80]}: expected its data in the graph or beside it, and not both")
+        if tensor.raw is not None:
+            if len(tensor.raw) != tensor.n_bytes:
+                raise ValueError(f"{tensor.name[:80]}: {len(tensor.raw)} bytes, expected {tensor.n_bytes}")
+            if tensor.kind == INT64:
+                self._check_numbers(tensor)
+            return
+        where = tensor.external
+        if set(where) != {"location", "offset", "length"} or where["location"] != self._data_name:
+            raise ValueError(f"{tensor.name[:80]}: its data is at {str(where)[:200]}, expected a place in {self._data_name}")
+        offset, length = _decimal(where["offset"]), _decimal(where["length"])
+        if tensor.kind == INT64 or length != tensor.n_bytes or offset * 8 % _ITEM_BITS[tensor.kind] or offset + length > self._data_bytes:
+            raise ValueError(
+                f"{tensor.name[:80]}: {length} bytes at {offset} for dims {tensor.dims} of type {tensor.kind}, in a file of {self._data_bytes}"
+            )
+
+    def _check_numbers(self, tensor: _Tensor) -> None:
+        """Whole numbers are shapes, bounds and indices: none of them, nor what a shape of them holds, is beyond the model's own sizes."""
+        numbers = list(memoryview(bytes(tensor.raw or b"")).cast("q"))
+        if any(abs(n) > self._largest for n in numbers) or math.prod(n for n in numbers if n > 0) > self._largest:
+            raise ValueError(f"{tensor.name[:80]}: numbers {numbers[:8]}, expected none beyond {self._largest}")
+
+
+# --- messages that need no context -------------------------------------------------------------------------------------
+
+
+def _allowed(what: str, data: memoryview, numbers: set[int]) -> Iterator[Field]:
+    """The fields of a message of which only these may occur."""
+    for number, kind, value in fields(data):
+        if number not in numbers:
+            raise ValueError(f"a {what} has field {number}, which no export writes")
+        yield number, kind, value
+
+
+def _message(kind: int, value: int | memoryview) -> memoryview:
+    if kind != BYTES or isinstance(value, int):
+        raise ValueError("a number, expected a message")
+    return value
+
+
+def _number(kind: int, value: int | memoryview) -> int:
+    if kind != VARINT or not isinstance(value, int):
+        raise ValueError("a message, expected a number")
+    return signed(value)
+
+
+def _decimal(digits: str) -> int:
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 18):
+        raise ValueError(f"{digits[:40]!r}, expected a decimal number")
+    return int(digits)
+
+
+def _node(data: memoryview) -> tuple[list[str], list[str]]:
+    """Inputs and outputs of a node, its operator and attributes checked."""
+    ends: dict[int, list[str]] = {1: [], 2: []}
+    for number, kind, value in _allowed("node", data, {1, 2, 3, 4, 5, 7}):
+        if number in ends:
+            ends[number].append(text(kind, value))
+        elif number == 4 and (operator := text(kind, value)) not in OPERATORS:
+            raise ValueError(f"operator {operator[:80]!r}, expected one that exports consist of")
+        elif number == 5:
+            _attribute(_message(kind, value))
+        elif number == 7 and text(kind, value):
+            raise ValueError(f"an operator of {text(kind, value)[:80]!r}, expected the default domain")
+        elif number == 3:
+            text(kind, value)
+    return ends[1], ends[2]
+
+
+def _attribute(data: memoryview) -> None:
+    """A name and numbers; attributes that hold tensors, graphs or texts are none of ours."""
+    for number, kind, value in _allowed("attribute", data, {1, 2, 3, 8, 20}):
+        if number == 1:
+            text(kind, value)
+        elif number == 8:
+            list(int64s(kind, value))
+        elif kind != (FIXED32 if number == 2 else VARINT) or (number == 20 and value not in _ATTRIBUTE_TYPES):
+            raise ValueError("an attribute of another type than it says")
+
+
+def _value(data: memoryview) -> TensorSpec:
+    """A named tensor with its dtype and axes, in the contract's terms."""
+    name, kind_of_element, axes = "", 0, None
+    for number, kind, value in _allowed("value", data, {1, 2}):
+        if number == 1:
+            name = text(kind, value)
+            continue
+        for _, tensor_kind, tensor in _allowed("type", _message(kind, value), {1}):
+            for n, k, v in _allowed("tensor type", _message(tensor_kind, tensor), {1, 2}):
+                if n == 1:
+                    kind_of_element = _number(k, v)
+                else:
+                    axes = tuple(_axis(dim) for _, _, dim in _allowed("shape", _message(k, v), {1}))
+    dtype = next((name for name, number in ONNX_TYPES.items() if number == kind_of_element), f"type {kind_of_element}")
+    return TensorSpec(name, dtype, axes if axes is not None else ("unknown",))
+
+
+def _axis(data: int | memoryview) -> int | str:
+    axis: int | str = ""
+    for number, kind, value in _allowed("axis", _message(BYTES if isinstance(data, memoryview) else VARINT, data), {1, 2}):
+        axis = _number(kind, value) if number == 1 else text(kind, value)
+    return axis
