@@ -10,13 +10,16 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, sha256_of
+from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, Manifest, sha256_of
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 
 
 def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], None] | None = None) -> Bundle:
-    """A copy of a bundle with an edited graph whose manifest says that all is well."""
+    """A copy of a bundle with an edited graph whose manifest says that all is well.
+
+    It is not opened: opening refuses operators and outputs that no export has, and here later stages are to find them.
+    """
     import json
 
     shutil.copytree(bundle.folder, folder)
@@ -28,7 +31,7 @@ def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], No
     for name in (GRAPH_FILE, DATA_FILE):
         manifest["files"][name] = {"size_bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
-    return Bundle.open(folder)
+    return Bundle(folder, Manifest.read(folder))
 
 
 def node_of(model: onnx.ModelProto, output: str) -> NodeProto:
