@@ -22,8 +22,8 @@ from exporter.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed,
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
 OPERATORS = {
     "Add", "And", "Attention", "Cast", "Clip", "Concat", "DequantizeLinear", "Equal", "Expand", "Gather", "GatherElements", "GatherND", "Gemm",
-    "Less", "LessOrEqual", "MatMul", "Mul", "Not", "Or", "Range", "ReduceMax", "Reshape", "RMSNormalization", "RotaryEmbedding", "Shape", "Sigmoid", "Slice",
-    "Split", "Squeeze", "Sub", "TensorScatter", "Transpose", "Unsqueeze", "Where",
+    "Less", "LessOrEqual", "MatMul", "Mul", "Not", "Or", "Range", "ReduceMax", "Reshape", "RMSNormalization", "RotaryEmbedding", "Shape", "Sigmoid",
+    "Slice", "Split", "Squeeze", "Sub", "TensorScatter", "Transpose", "Unsqueeze", "Where",
 }  # fmt: skip
 BYTES_PER_LAYER = 64 * 1024  # an export has about 9 kB a layer
 NODES_PER_LAYER = 128  # an export has about 35

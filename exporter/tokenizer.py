@@ -22,7 +22,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
         read_document(path)
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise BundleError(f"{path}: no tokenizer can be made of it ({str(error)[:300]}); export the bundle again") from None
+        raise BundleError(f"{path}: it is no tokenizer ({str(error)[:300]}); export again") from None
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -274,7 +274,7 @@ def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len
     axes = {spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes) for spec in bundle.manifest.contract.inputs}
     profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
     return EngineRecord(
-        "model.engine", 6, "", "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
+        "model.engine", 6, "0" * 64, "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
         BuildOptions().to_dict(), 0.0, 0,
     )  # fmt: skip
 

@@ -16,7 +16,10 @@ Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 
 
 def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], None] | None = None) -> Bundle:
-    """A copy of a bundle with an edited graph whose manifest says that all is well."""
+    """A copy of a bundle with an edited graph whose manifest says that all is well.
+
+    It is not opened: opening refuses operators and outputs that no export has, and here later stages are to find them.
+    """
     import json
 
     shutil.copytree(bundle.folder, folder)

@@ -51,7 +51,7 @@ def test_onnxruntime_can_be_the_reference(tiny_bundle, unit, dtype):
         assert max(t.comparison.max_error for t in result.results[0].tensors) < 1e-4
 
 
-def test_the_fault_that_tensorrts_parser_makes_silently_shows_without_a_gpu(tiny_bundle, tmp_path, capsys):
+def test_the_fault_that_tensorrts_parser_makes_silently_shows_without_a_gpu(tiny_bundle, tmp_path, capsys, monkeypatch):
     """CASES.md: is_causal with nonpad_kv_seqlen is valid ONNX and right in onnxruntime; the parser builds an upper-left mask."""
     broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken", causal_with_key_lengths)
     result = compare_bundle(broken, CompareRequest(PAIR))
@@ -60,6 +60,7 @@ def test_the_fault_that_tensorrts_parser_makes_silently_shows_without_a_gpu(tiny
     assert [step.max_abs > 0.05 for step in decode.steps] == [False, True, True, True]  # the prefill is right, no step after it is
     first = result.results[0].audit.first_failure
     assert first.name == "blocks.0.attention.heads" and first.step == 1
+    monkeypatch.setattr("exporter.bundle.check_graph_form", lambda *_: None)  # which knows none of the operators that count the lengths
     assert main(["compare", str(broken.folder), "--backends", "onnxruntime,interpreter"]) == 1
     assert "blocks.0.attention.heads" in capsys.readouterr().err
     sound = compare_bundle(broken, CompareRequest(("eager", "onnxruntime")))

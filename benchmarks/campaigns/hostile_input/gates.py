@@ -11,12 +11,12 @@ from typing import Any
 # gate → where its function is: module, and class where it is a method
 GATES = {
     "manifest is JSON with the known keys": ("exporter.bundle", "ModelConfig", "from_dict", "entered"),
-    "manifest agrees with itself": ("exporter.bundle", "Manifest", "from_json", "left"),
-    "sizes and checksums match": ("exporter.bundle", "Bundle", "_check_files", "left"),
-    "graph has the bundle's form": ("exporter.graph_form", None, "check_graph_form", "left"),
+    "manifest agrees with itself": ("exporter.bundle", "Manifest", "_from_data", "left"),
+    "sizes and checksums match": ("exporter.bundle", None, "check_graph_form", "entered"),
+    "graph has the bundle's form": ("exporter.bundle", None, "check_graph_form", "left"),
     "bundle opened": ("exporter.bundle", "Bundle", "open", "left"),
     "graph file parsed as ONNX": ("engines.source", None, "load_source", "left"),
-    "graph keeps its contract (verify)": ("exporter.graph_check", None, "check_graph", "left"),
+    "graph keeps its contract (verify)": ("exporter.verify", None, "graph_problems", "left"),
     "onnxruntime session made": ("exporter.steppers.onnxruntime_stepper", None, "open_session", "left"),
     "decode session opened": ("runtime.session", "DecodeSession", "open", "left"),
     "prefill ran": ("runtime.session", "DecodeSession", "prefill", "left"),
