@@ -24,8 +24,9 @@ from exporter.bundle import (
     graph_files,
     read_text,
 )
+from exporter.documents import is_inside, read_document
 from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records
-from exporter.errors import BundleError, CheckFailed, InputError, together
+from exporter.errors import BundleError, CheckFailed, together
 from exporter.fixed_capacity import fixed_graph_problem
 from exporter.graph_check import graph_problems
 from exporter.graph_form import form_problem
@@ -177,7 +178,7 @@ def _file_problems(bundle: Bundle) -> Iterator[Problem]:
 
 def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
     for prefix, part in _parts(bundle):
-        if part.graph_path.is_file():
+        if part.graph_path.is_file() and is_inside(part.graph_path, part.folder):
             with timed(log, "%s%s against its contract", prefix, GRAPH_FILE):
                 strange = form_problem(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
                 problems = graph_problems(part.graph_path, part.manifest.contract, trusted=strange is None)
@@ -206,8 +207,8 @@ def _text_problems(bundle: Bundle) -> Iterator[Problem]:
 def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
     manifest = bundle.manifest
     try:
-        data = json.loads(read_text(bundle.folder / name))
-    except (InputError, ValueError, RecursionError) as error:
+        data = read_document(bundle.folder / name)
+    except (OSError, ValueError) as error:
         yield f"it is not JSON ({str(error)[:200]})"
         return
     if name == GENAI_CONFIG_FILE:
@@ -271,6 +272,8 @@ def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str
     capacity = record.cache_capacity
     if (capacity is not None) != manifest.unit.has_cache or not 1 <= (capacity or 1) <= manifest.max_positions:
         yield record.file, f"its record has cache_capacity {capacity} for a {manifest.unit} of {manifest.max_positions} positions; build again"
+    elif not is_inside(bundle.folder / record.graph_file, bundle.folder):
+        yield record.graph_file, "it is a link that leads out of the folder; build again"
     elif capacity is not None and GRAPH_FILE not in changed and not bundle.file_problems([GRAPH_FILE]):
         problem = fixed_graph_problem(bundle.folder / record.graph_file, bundle.graph_path, capacity)
         if problem:
