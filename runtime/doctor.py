@@ -22,7 +22,7 @@ from exporter.catalogue import CATALOGUE
 from exporter.ledger import Ledger
 from exporter.memory import available_host_bytes
 from runtime.findings import FACT, FAILED, GOOD, Finding
-from runtime.installed import conflict_findings, version_findings
+from runtime.installed import conflict_findings, packages_folder, version_findings
 from runtime.probe import MARK, PROBES
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def probe_findings(names: Sequence[str]) -> Iterator[Finding]:
 def _run_child(scratch: Path, names: Sequence[str]) -> tuple[list[Finding], str]:
     """The findings of a child, and how it ended."""
     command = [sys.executable, "-m", "runtime.probe", str(scratch / "bundle"), *names]
-    search = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    search = [str(packages_folder()), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
     with open(scratch / "stdout", "w+") as out, open(scratch / "stderr", "w+") as errors:
         try:

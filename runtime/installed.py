@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import tomllib
 from collections.abc import Iterator, Sequence
+from importlib import resources
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -46,8 +47,13 @@ def requirements() -> tuple[str, dict[str, tuple[Requirement, list[str]]]]:
     return python, found
 
 
+def packages_folder() -> Path:
+    """What holds the three packages: site-packages, or the source tree."""
+    return Path(str(resources.files("runtime"))).parent
+
+
 def _from_sources() -> tuple[str, list[tuple[str, str]]] | None:
-    path = Path(__file__).parent.parent / "pyproject.toml"
+    path = packages_folder() / "pyproject.toml"
     project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
     if project.get("name") != DISTRIBUTION:
         return None

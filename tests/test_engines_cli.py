@@ -281,10 +281,15 @@ def large_bundle(tmp_path_factory) -> Path:
     return folder
 
 
+def hear_signals() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and a child would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def signalled_build(folder: Path, number: int) -> int:
     """Builds in a process of its own, sends it a signal while TensorRT is at work, and returns its exit status."""
     command = [sys.executable, "-m", "engines", "build", str(folder), "--backend", "tensorrt-rtx"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_signals)
     try:
         deadline = time.monotonic() + 60
         while not list(folder.glob(".*.partial-*")):

@@ -78,7 +78,12 @@ def test_readers_of_a_bundle_that_is_replaced_all_the_time_see_one_or_the_other(
 def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, number):
     site.reset(OVER_A_BUNDLE)
     before = contents(site.folder)
-    child = fork(lambda: OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.bundle)))
+
+    def body() -> int | None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
+        return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.bundle))
+
+    child = fork(body)
     while not list(site.folder.glob(".bundle.partial-*/model.onnx")):
         time.sleep(0.001)
     os.kill(child, number)
