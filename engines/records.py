@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engines.gpu import Gpu
 from exporter.bundle import ENGINES_FILE, Bundle
-from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, records_json
+from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, records_json, size_problem
 from exporter.errors import BundleError
 from exporter.placing import changing, locked, put_file_in_place, temporary_file, write_atomically
 
@@ -59,9 +59,9 @@ def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
     Raises:
         BundleError: names what changed.
     """
-    if record.size_bytes > bundle.largest_engine:
-        path = bundle.folder / record.file
-        raise BundleError(f"engine {path}: it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again")
+    problem = size_problem(bundle, record)
+    if problem:
+        raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
     changed = changed_origins(bundle, record)
     if changed:
         raise BundleError(f"engine {bundle.folder / record.file}: {', '.join(changed)} changed since it was built; build again")

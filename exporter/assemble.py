@@ -5,7 +5,6 @@ Tracing costs the same for one block as for eighty; a test proves the result equ
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -17,6 +16,7 @@ from exporter.contract import (
     BATCH,
     CAPACITY,
     IR_VERSION,
+    ONNX_NAMES,
     ONNX_TYPES,
     OPSET,
     PAST,
@@ -28,8 +28,8 @@ from exporter.contract import (
     Unit,
     WeightFormat,
     graph_contract,
-    numpy_dtype,
     part_contract,
+    stored_bytes,
 )
 from exporter.quantize import is_quantized
 from exporter.trace import Fragment, Piece, trace_fragments
@@ -60,8 +60,7 @@ class StoredTensor:
 
     @property
     def n_bytes(self) -> int:
-        size = math.prod(self.shape)
-        return -(-size // 2) if self.dtype.endswith("int4") else size * numpy_dtype(self.dtype).itemsize
+        return stored_bytes(self.dtype, self.shape)
 
 
 @dataclass
@@ -197,7 +196,8 @@ class _Assembly:
         shape = tuple(parameter.shape.numpy())
         if self.weight_format is not None and is_quantized(name):
             return self._dequantized(name, weight, shape, self.weight_format.of(name))
-        dtype = next(key for key, number in ONNX_TYPES.items() if number == parameter.dtype)
+        assert parameter.dtype is not None, "weights have dtypes"
+        dtype = ONNX_NAMES[parameter.dtype]
         return self._initializer(StoredTensor(name, weight, dtype, shape, transposed))
 
     def _dequantized(self, name: str, weight: str, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:

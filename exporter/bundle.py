@@ -231,6 +231,11 @@ def graph_files(n_parts: int) -> tuple[str, ...]:
     return tuple(f"{folder}{name}" for folder in folders for name in (GRAPH_FILE, DATA_FILE))
 
 
+def graph_beside(name: str) -> str:
+    """The graph that a data file belongs to; of any other file its own name."""
+    return name.removesuffix(DATA_FILE.removeprefix(GRAPH_FILE))
+
+
 def check_format_version(data: object, newest: int, subject: str, remedy: str) -> None:
     """Refuses a file that a newer blockline wrote, or that is none of ours. Every version from 1 on is read.
 
@@ -275,7 +280,7 @@ def _check_keys(data: dict) -> None:
         if set(found) != set(keys):
             raise InputError(f"{what}: unknown keys {sorted(set(found) - set(keys))}, missing keys {sorted(set(keys) - set(found))}")
     for name, entry in data["files"].items():
-        if not _is_whole(entry["size_bytes"]) or entry["size_bytes"] < 0 or not is_sha256(entry["sha256"]):
+        if not _is_count(entry["size_bytes"]) or not is_sha256(entry["sha256"]):
             raise InputError(f"files {name}: got {entry}, expected a size in bytes and a SHA-256 in hexadecimal")
 
 
@@ -285,6 +290,10 @@ def is_sha256(value: object) -> bool:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and 0 <= value < 2**63
 
 
 def _first_problem(manifest: Manifest, data: dict) -> str | None:
@@ -324,10 +333,6 @@ def _first_problem(manifest: Manifest, data: dict) -> str | None:
     return None
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
 _REPORT_REMEDY = "remove it and run `python -m exporter validate {}` again"
 
 
@@ -363,16 +368,13 @@ class Bundle:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
         while True:
             bundle = cls.read(folder)
-            graphs = [name for name in bundle.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-            checked = graphs if verify == "graph" else list(bundle.manifest.files)
-            with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(bundle.manifest.files), ", ".join(checked)):
-                problems = bundle.file_problems(checked)
+            damaged, misshapen = bundle.problems(verify)
             if _written(bundle.folder / MANIFEST_FILE) == bundle.written:
                 break  # else an export has replaced the folder since its manifest was read
-        if problems:
-            raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in problems.items()]))
-        for part in bundle.parts:
-            check_graph_form(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
+        if damaged:
+            raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in damaged.items()]))
+        for name, problem in misshapen.items():
+            raise BundleError(f"{bundle.folder / name}: {problem}; export the bundle again")
         log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
         return bundle
 
@@ -406,6 +408,39 @@ class Bundle:
         if whole.written is not None and _written(whole.folder / MANIFEST_FILE) != whole.written:
             raise BundleError(f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again")
 
+    def problems(self, verify: str) -> tuple[dict[str, str], dict[str, str]]:
+        """What is wrong with the files that the manifest lists, and in what graphs are not of the form of exports, both by name.
+
+        A graph is looked into only where its files are there and whole, and data are hashed last, where their graph says how much
+        of them there is.
+
+        Args:
+            verify: "graph" takes the checksums of graphs, "full" those of all files.
+        """
+        graphs = [name for name in self.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
+        with timed(log, "%s: sizes of %d files, checksums of %s", self.folder, len(self.manifest.files), ", ".join(graphs)):
+            damaged = self.file_problems(graphs)
+        misshapen = self._form_problems(damaged)
+        if verify == "full":
+            others = [name for name in self.manifest.files if name not in graphs and graph_beside(name) not in misshapen]
+            with timed(log, "%s: checksums of %s", self.folder, ", ".join(others)):
+                damaged |= self.file_problems(others)
+        return damaged, misshapen
+
+    def _form_problems(self, damaged: Collection[str]) -> dict[str, str]:
+        found = {}
+        for part in self.parts:
+            graph, data = ((part.folder / name).relative_to(self.folder).as_posix() for name in (GRAPH_FILE, DATA_FILE))
+            if graph in damaged or data in damaged:
+                continue
+            try:
+                check_graph_form(part.graph_path, part.manifest.contract, self.manifest.largest_number, DATA_FILE)
+            except ValueError as error:
+                found[graph] = str(error)
+            except OSError as error:  # where an export replaces the folder at this moment
+                found[graph] = f"it cannot be read ({error.strerror})"
+        return found
+
     def file_problems(self, checksums: Collection[str]) -> dict[str, str]:
         """What is wrong with the files that the manifest lists, by name: all that are missing, of another size or, where
         asked, of another checksum.
@@ -424,7 +459,7 @@ class Bundle:
                     continue
                 if (size := path.stat().st_size) != entry["size_bytes"]:
                     problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
-                elif name.rpartition("/")[2] != DATA_FILE and size > LARGEST_BYTES:
+                elif graph_beside(name) == name and size > LARGEST_BYTES:
                     problems[name] = f"has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again"
                 elif name in checksums and sha256_of(path) != entry["sha256"]:
                     problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
@@ -473,7 +508,6 @@ class Bundle:
         return report
 
 
-
 def check_in_place(bundle: Bundle) -> None:
     """Refuses a bundle whose cache grows, where it must be updated in place.
 
@@ -490,18 +524,6 @@ def check_in_place(bundle: Bundle) -> None:
 def to_json(data: object) -> str:
     """The one spelling of JSON that bundles use, so that equal data are equal bytes."""
     return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
-
-
-def read_text(path: Path) -> str:
-    """A text file of a bundle.
-
-    Raises:
-        BundleError: it cannot be read, or is no UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"{path}: cannot be read ({error})") from None
 
 
 def _written(path: Path) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -52,6 +52,15 @@ DTYPES = {
     "bf16": DType("bf16", np.dtype(ml_dtypes.bfloat16), 16),
 }
 ONNX_TYPES = {"int64": 7, "bool": 9, "int8": 3, "uint8": 2, "int4": 22, "uint4": 21, **{dtype.name: dtype.onnx for dtype in DTYPES.values()}}
+
+
+ONNX_NAMES = {number: name for name, number in ONNX_TYPES.items()}
+_BITS = {"int64": 64, "bool": 8, "int8": 8, "uint8": 8, "int4": 4, "uint4": 4, **{dtype.name: 8 * dtype.n_bytes for dtype in DTYPES.values()}}
+
+
+def stored_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of a tensor in a file, by its dtype's name; integers of 4 bits lie two a byte."""
+    return -(-math.prod(shape) * _BITS[dtype] // 8)
 
 
 def numpy_dtype(name: str) -> np.dtype:

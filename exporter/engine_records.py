@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.bundle import ENGINES_FILE, Bundle, check_format_version, is_sha256, sha256_of, to_json
+from exporter.catalogue import short
 from exporter.documents import is_inside, read_document
 from exporter.errors import BundleError
 
@@ -137,8 +138,9 @@ def _check_profile(profile: dict) -> None:
         raise TypeError(f"a profile is {sorted(profile)}, expected {', '.join(PROFILE_KEYS)}")
     for name, shapes in profile["ranges"].items():
         sizes = [size for shape in shapes.values() for size in shape]
-        if set(shapes) != set(RANGE_KEYS) or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
-            raise TypeError(f"the shapes of {name} are {shapes}")
+        alike = set(shapes) == set(RANGE_KEYS) and len({len(shape) for shape in shapes.values()}) == 1
+        if not alike or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+            raise TypeError(f"the shapes of {name[:80]} are {short(shapes)}")
 
 
 def file_problem(folder: Path, record: EngineRecord, verify: str = "size") -> str | None:
@@ -152,6 +154,13 @@ def file_problem(folder: Path, record: EngineRecord, verify: str = "size") -> st
         return f"it is not the file that was built ({path.stat().st_size:,} bytes, expected {record.size_bytes:,}); build again"
     if verify == "full" and sha256_of(path) != record.sha256:
         return "it is not the file that was built (another SHA-256); build again"
+    return None
+
+
+def size_problem(bundle: Bundle, record: EngineRecord) -> str | None:
+    """What is wrong with the size that a record says: of more than weights and kernels can have, nothing is hashed or loaded."""
+    if record.size_bytes > bundle.largest_engine:
+        return f"it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again"
     return None
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE
+from exporter.documents import read_document
 from exporter.errors import InputError
 
 _TEMPORARY = re.compile(r"\.([^/]+\.(onnx|engine)|manifest\.json|report\.json|engines\.json)\.partial-\w{8}")
+
+_OWN_NAME = re.compile(r"(part\d+/)?[^./\0][^/\0]*")  # of all that a manifest says, as it may be anybody's
 
 
 def take_along(old: Path, new: Path) -> None:
@@ -61,20 +64,20 @@ def _others(folder: Path, own: set[str]) -> list[str]:
 def _owned_files(folder: Path) -> set[str]:
     """Names in a folder that a bundle there put into it, by its manifest and its engine records; none without a manifest of ours."""
     try:
-        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest: Any = read_document(folder / MANIFEST_FILE)
         if not manifest["producer"].startswith("blockline "):
             return set()
-        files = set(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        files = {name for name in manifest["files"] if _OWN_NAME.fullmatch(name)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()
     return files | _engine_files(folder) | {MANIFEST_FILE, REPORT_FILE, ENGINES_FILE}
 
 
 def _engine_files(folder: Path) -> set[str]:
     try:
-        records = json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8"))["engines"]
-        return {record[key] for record in records for key in ("file", "graph_file")}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        data: Any = read_document(folder / ENGINES_FILE)
+        return {record[key] for record in data["engines"] for key in ("file", "graph_file") if Path(record[key]).name == record[key]}
+    except (OSError, ValueError, KeyError, TypeError):
         return set()
 
 

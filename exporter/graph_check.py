@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,10 +10,8 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto
 
 from exporter.bundle import DATA_FILE
-from exporter.contract import ONNX_TYPES, OPSET, Contract, TensorSpec
+from exporter.contract import ONNX_NAMES, ONNX_TYPES, OPSET, Contract, TensorSpec, stored_bytes
 from exporter.errors import CheckFailed
-
-_FOUR_BITS = (ONNX_TYPES["int4"], ONNX_TYPES["uint4"])  # stored two a byte
 
 
 def check_graph(path: Path, contract: Contract) -> None:
@@ -65,12 +62,11 @@ def _data_problems(data: Path, graph: GraphProto) -> list[str]:
         if not where:
             continue
         places = [where.get(key, "0") for key in ("offset", "length")]
-        if not all(place.isascii() and place.isdigit() for place in places) or tensor.data_type not in ONNX_TYPES.values():
+        if not all(place.isascii() and place.isdigit() for place in places) or tensor.data_type not in ONNX_NAMES:
             problems.append(f"{tensor.name}: type {tensor.data_type} at {places}, expected one of an export's at a number of bytes")
             continue
         offset, length = map(int, places)
-        bits = 4 if tensor.data_type in _FOUR_BITS else 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-        expected = -(-math.prod(tensor.dims) * bits // 8)
+        expected = stored_bytes(ONNX_NAMES[tensor.data_type], tensor.dims)
         if where.get("location") != data.name:
             problems.append(f"{tensor.name}: its data is in {where.get('location')!r}, expected {data.name}")
         elif length != expected or offset + length > size:

@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exporter.contract import DTYPES, ONNX_TYPES, OPSET, WEIGHT_FORMATS, Contract, TensorSpec, WeightFormat
-from exporter.errors import BundleError
+from exporter.contract import DTYPES, ONNX_NAMES, ONNX_TYPES, OPSET, WEIGHT_FORMATS, Contract, TensorSpec, stored_bytes
 from exporter.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
 
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
@@ -30,8 +29,7 @@ NODES_PER_LAYER = 128  # an export has about 35
 EDGE_LAYERS = 8  # what comes before and after the layers counts as so many
 INT64 = ONNX_TYPES["int64"]
 _ATTRIBUTE_TYPES = (1, 2, 7)  # a float, a whole number, whole numbers
-_ITEM_BITS = {INT64: 64, **{dtype.onnx: 8 * dtype.n_bytes for dtype in DTYPES.values()}}
-_ITEM_BITS |= {ONNX_TYPES[name]: WeightFormat(name).bits for name in WEIGHT_FORMATS}
+_HELD = {INT64, *(ONNX_TYPES[name] for name in (*DTYPES, *WEIGHT_FORMATS))}  # what an initializer may be of
 
 
 @dataclass
@@ -46,39 +44,29 @@ class _Tensor:
 
     @property
     def n_bytes(self) -> int:
-        return -(-math.prod(self.dims) * _ITEM_BITS[self.kind] // 8)
+        return stored_bytes(ONNX_NAMES[self.kind], self.dims)
 
 
 def check_graph_form(path: Path, contract: Contract, largest: int, data_name: str) -> None:
-    """Refuses a graph file that is not of the form that exports have; arguments as of `form_problem`.
-
-    Raises:
-        BundleError: says what was found; nothing but these two files was looked at.
-    """
-    problem = form_problem(path, contract, largest, data_name)
-    if problem is not None:
-        raise BundleError(f"{path}: {problem}; export the bundle again")
-
-
-def form_problem(path: Path, contract: Contract, largest: int, data_name: str) -> str | None:
-    """In what a graph file is not of the form that exports have, if in anything.
+    """Refuses a graph file that is not of the form that exports have; nothing but it and its data file's size is looked at.
 
     Args:
         path: of the graph.
         contract: inputs and outputs that it must have.
         largest: no whole number that shapes are made of is beyond it.
         data_name: the file beside it that its weights lie in, and the only one.
+
+    Raises:
+        ValueError: says what was found.
     """
     n_layers = len(contract.inputs) // 2 + EDGE_LAYERS
-    size, data = path.stat().st_size, path.parent / data_name
+    size = path.stat().st_size
     if size > BYTES_PER_LAYER * n_layers:
-        return f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs"
-    data_bytes = data.stat().st_size if data.is_file() else 0
+        raise ValueError(f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs")
     try:
-        _Form(contract, largest, data_name, data_bytes, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
+        _Form(contract, largest, data_name, (path.parent / data_name).stat().st_size, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
     except ValueError as error:
-        return f"it is not a graph as an export writes it ({str(error)[:300]})"
-    return None
+        raise ValueError(f"it is not a graph as an export writes it ({str(error)[:300]})") from None
 
 
 class _Form:
@@ -151,7 +139,7 @@ class _Form:
                 tensor.external[entry.get(1, "")] = entry.get(2, "")
             elif _number(kind, value) not in (0, 1):
                 raise ValueError("data that lies nowhere")
-        if tensor.kind not in _ITEM_BITS or len(tensor.dims) > 8 or any(not 0 < dim <= 2**40 for dim in tensor.dims):
+        if tensor.kind not in _HELD or len(tensor.dims) > 8 or any(not 0 < dim <= 2**40 for dim in tensor.dims):
             raise ValueError(f"{tensor.name[:80]}: type {tensor.kind} and dims {tensor.dims[:8]}")
         self._check_bytes(tensor)
         return tensor
@@ -169,7 +157,8 @@ class _Form:
         if set(where) != {"location", "offset", "length"} or where["location"] != self._data_name:
             raise ValueError(f"{tensor.name[:80]}: its data is at {str(where)[:200]}, expected a place in {self._data_name}")
         offset, length = _decimal(where["offset"]), _decimal(where["length"])
-        if tensor.kind == INT64 or length != tensor.n_bytes or offset * 8 % _ITEM_BITS[tensor.kind] or offset + length > self._data_bytes:
+        aligned = offset % stored_bytes(ONNX_NAMES[tensor.kind], ()) == 0
+        if tensor.kind == INT64 or length != tensor.n_bytes or not aligned or offset + length > self._data_bytes:
             raise ValueError(
                 f"{tensor.name[:80]}: {length} bytes at {offset} for dims {tensor.dims} of type {tensor.kind}, in a file of {self._data_bytes}"
             )
@@ -251,7 +240,7 @@ def _value(data: memoryview) -> TensorSpec:
                     kind_of_element = _number(k, v)
                 else:
                     axes = tuple(_axis(dim) for _, _, dim in _allowed("shape", _message(k, v), {1}))
-    dtype = next((name for name, number in ONNX_TYPES.items() if number == kind_of_element), f"type {kind_of_element}")
+    dtype = ONNX_NAMES.get(kind_of_element, f"type {kind_of_element}")
     return TensorSpec(name, dtype, axes if axes is not None else ("unknown",))
 
 

@@ -114,8 +114,7 @@ def write_atomically(path: Path, text: str) -> None:
         InputError: the folder cannot be written; the file is as before.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: it is no plain file and would be replaced by one; choose another path")
+    _check_replaces_a_file(path)
     with temporary_file(path.parent, path.name) as temporary:
         temporary.write_text(text, encoding="utf-8")
         put_file_in_place(temporary, path)
@@ -129,10 +128,14 @@ def check_writable(*paths: Path) -> None:
     """
     for path in paths:
         path = Path(os.path.realpath(path))
-        if path.is_dir():
-            raise InputError(f"output {path}: it is a folder, expected a file")
+        _check_replaces_a_file(path)
         with temporary_file(path.parent, path.name):
             pass
+
+
+def _check_replaces_a_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise InputError(f"output {path}: it is {'a folder' if path.is_dir() else 'no plain file'}, expected a file; choose another path")
 
 
 @contextlib.contextmanager

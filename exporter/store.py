@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +25,7 @@ from torch import Tensor
 from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import DTYPES, ONNX_TYPES, WeightFormat, weight_shapes
+from exporter.contract import ONNX_NAMES, ONNX_TYPES, WeightFormat, weight_shapes
 from exporter.errors import BundleError, CheckpointError
 from exporter.quantize import Quantized, pack, quantize, unpack
 from exporter.rope import rotation_table
@@ -184,13 +185,42 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
 
 def _pieces(graph: AssembledGraph, config: ModelConfig, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
+    runs: list[_RoundedRun] = []
     for stored in graph.stored:
-        weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}")) if graph.weight_format and stored.part else None
-        for read in _reads(stored, config, weights, weight_format.block_size if weight_format else 1):
-            if weight_format is None:
-                yield partial(_piece, stored, read, buffers)
-            else:
-                yield partial(_quantized_piece, stored, read, weight_format, graph.dtype)
+        if not stored.part:
+            yield from (partial(_piece, stored, read, buffers) for read in _reads(stored, config, weights))
+            continue
+        if stored.part == QUANTIZED_PARTS[0]:  # the others of the same weight follow
+            assert graph.weight_format is not None, "only a weight format has weights in parts"
+            weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
+            blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
+            runs = [_RoundedRun(read, weight_format, graph.dtype) for read in _reads(stored, config, weights, blocks)]
+        yield from (partial(run.piece, stored) for run in runs)
+
+
+class _RoundedRun:
+    """A run of a weight's inputs, rounded once for all of the tensors that the weight consists of.
+
+    Its integers are asked for first, and not kept; scales and zero points are few, and are.
+    """
+
+    def __init__(self, read: Callable[[], Tensor], weight_format: WeightFormat, dtype: str) -> None:
+        self._read, self._format, self._dtype = read, weight_format, dtype
+        self._lock = threading.Lock()  # scales may be asked for while the integers are being made
+        self._kept: dict[str, Tensor] = {}
+
+    def piece(self, stored: StoredTensor) -> Piece:
+        """These rows of one of the weight's tensors."""
+        with self._lock:
+            if stored.part in self._kept:
+                return stored, self._kept.pop(stored.part), 0
+            weight = self._read().T
+            _check_finite(stored, weight)
+            quantized = quantize(weight, self._format, self._dtype)
+            self._kept["scales"] = quantized.scales.contiguous().view(torch.uint8).flatten()
+            if quantized.zero_points is not None:
+                self._kept["zero_points"] = pack(quantized.zero_points, self._format.bits)
+            return stored, pack(quantized.values, self._format.bits), 0
 
 
 def _piece(stored: StoredTensor, read: Callable[[], Tensor], buffers: _Buffers) -> Piece:
@@ -207,31 +237,15 @@ def _piece(stored: StoredTensor, read: Callable[[], Tensor], buffers: _Buffers) 
     return stored, data, n_flushed
 
 
-def _quantized_piece(stored: StoredTensor, read: Callable[[], Tensor], weight_format: WeightFormat, dtype: str) -> Piece:
-    """Rows of one of the tensors that a weight in integers consists of; each of them rounds the weight anew."""
-    weight = read().T
-    _check_finite(stored, weight)
-    quantized = quantize(weight, weight_format, dtype)
-    if stored.part == "scales":
-        data = quantized.scales.contiguous().view(torch.uint8).flatten()
-    else:
-        integers = quantized.values if stored.part == "integers" else quantized.zero_points
-        assert integers is not None, "only a format with zero points has a tensor for them"
-        data = pack(integers, weight_format.bits)
-    return stored, data, 0
-
-
-def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, block_size: int) -> Iterator[Callable[[], Tensor]]:
-    """Reads of the weight in its source's dtype and layout; each makes a run of the stored tensor's rows, from whole blocks of inputs."""
+def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, whole: int = 1) -> Iterator[Callable[[], Tensor]]:
+    """Reads of the weight in its source's dtype and layout; each makes a run of the stored tensor's rows, a multiple of `whole` but the last."""
     if stored.weight in ROPE_TABLES:
         yield lambda: torch.from_numpy(rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.weight)])
         return
     if len(stored.shape) == 1:
         yield partial(weights.read, stored.weight)
         return
-    width = stored.shape[1]
-    length = stored.shape[0] if stored.part in ("", "integers") else stored.shape[0] * block_size  # rows of the weight, transposed
-    whole = 1 if not stored.part else 2 * block_size  # an even number of integers, of which 4 bits are stored two a byte
+    length, width = stored.shape
     step = max(1, SLICE_BYTES // (width * 4 * whole)) * whole
     for start in range(0, length, step):
         run = slice(start, min(start + step, length))  # of stored rows: the weight's columns where it is stored transposed
@@ -344,8 +358,7 @@ class GraphWeights:
 
     def _mapped(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        dtype = next(key for key, dtype in DTYPES.items() if dtype.onnx == tensor.data_type)
-        return self._raw(tensor).view(TORCH_DTYPES[dtype]).reshape(tuple(tensor.dims))
+        return self._raw(tensor).view(TORCH_DTYPES[ONNX_NAMES[tensor.data_type]]).reshape(tuple(tensor.dims))
 
     def _raw(self, tensor: TensorProto) -> Tensor:
         where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}

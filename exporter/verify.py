@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exporter.bundle import (
-    DATA_FILE,
     ENGINES_FILE,
     GENAI_CONFIG_FILE,
     GRAPH_FILE,
@@ -21,15 +20,14 @@ from exporter.bundle import (
     REPORT_FILE,
     TOKENIZER_FILES,
     Bundle,
+    graph_beside,
     graph_files,
-    read_text,
 )
 from exporter.documents import is_inside, read_document
-from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records
+from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, size_problem
 from exporter.errors import BundleError, CheckFailed, together
 from exporter.fixed_capacity import fixed_graph_problem
 from exporter.graph_check import graph_problems
-from exporter.graph_form import form_problem
 from exporter.interop import genai_config
 from exporter.timing import timed
 from exporter.tokenizer import open_tokenizer
@@ -105,7 +103,7 @@ class Verification:
             report = {}
         validation = report.get("validation")
         return {
-            "written_by": json.loads(read_text(self.folder / MANIFEST_FILE))["producer"],
+            "written_by": _producer(self.folder),
             "unit": str(manifest.unit),
             "dtype": manifest.dtype,
             "weights": manifest.weights,
@@ -117,6 +115,12 @@ class Verification:
                 for record in _records(part)
             ],
         }
+
+
+def _producer(folder: Path) -> str:
+    manifest = read_document(folder / MANIFEST_FILE)
+    assert isinstance(manifest, dict), "it was read before"
+    return manifest["producer"]
 
 
 def verify_bundle(folder: str | Path) -> Verification:
@@ -134,7 +138,7 @@ def verify_bundle(folder: str | Path) -> Verification:
         reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ")
         return Verification(folder, None, (MANIFEST_FILE,), (Problem(DAMAGE, MANIFEST_FILE, reason),), ())
     files = (MANIFEST_FILE, *bundle.manifest.files, *(name for name in (REPORT_FILE,) if (folder / name).exists()), *_engine_files(bundle))
-    problems = (*_file_problems(bundle), *_graph_problems(bundle), *_text_problems(bundle), *_report_problems(bundle), *_all_engine_problems(bundle))
+    problems = (*_graph_problems(bundle), *_text_problems(bundle), *_report_problems(bundle), *_all_engine_problems(bundle))
     return Verification(folder, bundle, files, problems, _other_files(folder, set(files)))
 
 
@@ -169,21 +173,17 @@ def _other_files(folder: Path, known: set[str]) -> tuple[str, ...]:
 # --- the manifest's files --------------------------------------------------------------------------------------------------
 
 
-def _file_problems(bundle: Bundle) -> Iterator[Problem]:
-    with timed(log, "sizes and checksums of %s", ", ".join(bundle.manifest.files)):
-        problems = bundle.file_problems(bundle.manifest.files)
-    for name, problem in problems.items():
-        yield Problem(DAMAGE, name, f"it {problem}")
-
-
 def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
+    """Of all files that the manifest lists, and of what the graphs among them say."""
+    damaged, misshapen = bundle.problems("full")
+    yield from (Problem(DAMAGE, name, f"it {problem}") for name, problem in damaged.items())
+    suspect = {*map(graph_beside, damaged), *misshapen}
     for prefix, part in _parts(bundle):
+        name = f"{prefix}{GRAPH_FILE}"
         if part.graph_path.is_file() and is_inside(part.graph_path, part.folder):
-            with timed(log, "%s%s against its contract", prefix, GRAPH_FILE):
-                strange = form_problem(part.graph_path, part.manifest.contract, bundle.manifest.largest_number, DATA_FILE)
-                problems = graph_problems(part.graph_path, part.manifest.contract, trusted=strange is None)
-            for problem in [*problems, *([strange] if strange is not None else [])]:
-                yield Problem(CONTRACT, f"{prefix}{GRAPH_FILE}", problem)
+            with timed(log, "%s against its contract", name):
+                problems = graph_problems(part.graph_path, part.manifest.contract, trusted=name not in suspect)
+            yield from (Problem(CONTRACT, name, problem) for problem in (*problems, *([misshapen[name]] if name in misshapen else [])))
 
 
 def _text_problems(bundle: Bundle) -> Iterator[Problem]:
@@ -258,7 +258,7 @@ def _all_engine_problems(bundle: Bundle) -> Iterator[Problem]:
 def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str, str]]:
     """Of one engine: its file, where it came from, the graph it was built from, and whether its record fits the bundle."""
     manifest = bundle.manifest
-    problem = file_problem(bundle.folder, record, verify="full")
+    problem = size_problem(bundle, record) or file_problem(bundle.folder, record, verify="full")
     if problem:
         yield record.file, problem
     changed = changed_origins(bundle, record)

@@ -24,10 +24,11 @@ from benchmarks.campaigns.hostile_input.originals import META, META_NAME, make_o
 from engines.records import read_records
 from engines.source import load_source
 from exporter import catalogue, cli
-from exporter.bundle import Bundle, file_entry
+from exporter.bundle import Bundle, file_entry, sha256_of
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.documents import parse_document
 from exporter.errors import BackendError, BundleError, CheckpointError, InputError
+from exporter.foreign_files import foreign_entries
 from exporter.placing import new_folder, write_atomically
 from exporter.steppers.onnxruntime_stepper import refusals
 from exporter.store import bundle_weights
@@ -491,3 +492,28 @@ def test_only_a_plain_file_is_replaced(tmp_path):
     with pytest.raises(InputError, match="no plain file"):
         write_atomically(tmp_path / "pipe", "x")
     assert (tmp_path / "pipe").is_fifo()
+
+
+# --- what is looked at before what ---------------------------------------------------------------------------------------
+
+
+def test_data_are_hashed_only_where_their_graph_says_how_much_of_them_there_is(bundle, monkeypatch):
+    """A file without content may be as long as anybody likes: its checksum would take days."""
+    data = bundle / "model.onnx.data"
+    monkeypatch.setattr("exporter.bundle.sha256_of", lambda path: pytest.fail("it was hashed") if path.name == data.name else sha256_of(path))
+    os.truncate(data, 2**40)
+    change_manifest(bundle, lambda manifest: manifest["files"][data.name].update(size_bytes=2**40))
+    with pytest.raises(BundleError, match=r"its weights end at .*, expected 1,099,511,627,776"):
+        Bundle.open(bundle, "full")
+    assert any("its weights end at" in str(problem) for problem in verify_bundle(bundle).problems)
+
+
+def test_a_manifest_that_names_files_elsewhere_owns_none_of_them(bundle):
+    neighbour = bundle.parent / "neighbour" / "model.onnx"
+    neighbour.parent.mkdir()
+    neighbour.write_text("mine")
+    change_manifest(bundle, lambda manifest: manifest["files"].update({"../neighbour/model.onnx": {"size_bytes": 4, "sha256": "0" * 64}}))
+    assert foreign_entries(bundle) == []
+    with new_folder(bundle) as folder:
+        (folder / "model.onnx").write_text("new")
+    assert neighbour.read_text() == "mine" and neighbour.parent.is_dir()
