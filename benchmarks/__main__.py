@@ -30,8 +30,12 @@ OTHERS = {
     "benchmarks.blocks": "export, validation, audit and compilation of full-size blocks",
     "benchmarks.checkpoints": "a whole 16 GB checkpoint exported against a plain copy, and compiled in parts",
     "benchmarks.exporters": "the small real model through our exporter, optimum's and genai's builder",
-    "benchmarks.serving": "a soak of sequences coming and going, and what the runtime adds to a step",
+    "benchmarks.serving": "what the runtime adds to a step",
     "benchmarks.tolerances": "the errors that the tolerance ledger stands on",
+    "benchmarks.campaigns.kills": "commands killed at random moments and before every call that touches the file system",
+    "benchmarks.campaigns.races": "two commands at once in one folder, and readers of a bundle that is replaced",
+    "benchmarks.campaigns.soak": "sequences coming and going in a session that threads share, with faults made on purpose",
+    "benchmarks.campaigns.hostile_input": "hostile files and arguments through every door",
     "benchmarks.gpu_check": "on a machine with a GPU: parity, aliases, graphs and latency",
 }
 

@@ -31,16 +31,15 @@ from exporter.bundle import Bundle
 from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.contract import Unit
 from exporter.errors import BackendError, CheckFailed, InputError
-from exporter.export import ExportRequest, export_bundle
+from exporter.export import ExportRequest, export_bundle, reference_weights
 from exporter.feeds import step_feeds
 from exporter.ledger import Ledger
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
-from exporter.store import bundle_weights
 from exporter.tolerances import tolerance
 from exporter.validate import compare, judge_by_control, record
-from exporter.weights import RandomWeights, RoundedWeights
+from exporter.weights import RandomWeights
 
 FOLDER = Path("build/gpu-check")
 RECORD = Path("build/gpu-check.json")
@@ -84,7 +83,7 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
     """All scenarios of the unit against float32 eager over the same weights, as export validates them."""
     manifest = bundle.manifest
     config, unit, positions = manifest.config, manifest.unit, manifest.max_positions
-    weights = RoundedWeights(bundle_weights(bundle), manifest.dtype)
+    weights = reference_weights(bundle)
 
     def recorded(s: Stepper):
         return record(config, unit, positions, s, manifest.contract)

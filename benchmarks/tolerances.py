@@ -21,12 +21,11 @@ from exporter.bundle import Bundle
 from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.contract import COMPONENTS, DTYPES, Unit
-from exporter.export import ExportRequest, export_bundle
+from exporter.export import ExportRequest, export_bundle, reference_weights
 from exporter.scenarios import RunLimits
-from exporter.store import bundle_weights
 from exporter.tolerances import MEASURED_FILE, Tolerance, operation_kind
 from exporter.validate import compare
-from exporter.weights import RandomWeights, RoundedWeights, WeightSource
+from exporter.weights import RandomWeights, WeightSource
 
 BACKENDS = ("eager", "onnxruntime", "interpreter")
 TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128)
@@ -64,7 +63,7 @@ def measure(case: Case, dtype: str, tables: dict) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         request = ExportRequest(case.config, Unit.parse(case.unit, case.config), case.weights, dtype)
         bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
-        rounded = RoundedWeights(bundle_weights(bundle), dtype)
+        rounded = reference_weights(bundle)
         for seed in range(case.seeds):
             comparer = Comparer(bundle, CompareRequest(BACKENDS, seed=seed), lambda line: None, rounded, RunLimits(), Path(scratch))
             recordings = {}

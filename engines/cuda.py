@@ -145,6 +145,7 @@ class RuntimeCuda(Cuda):
         self._call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> _Graph:
+        """Records what `work` puts on the stream, and nothing of it runs; where it fails, the stream is left as it was."""
         graph = _Graph()
         try:
             self._call("cudaStreamBeginCapture", self.stream, self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)

@@ -39,6 +39,7 @@ OPTIONS = {PACKAGES: (f"--no-binary {','.join(SOURCE_ONLY)}",)}
 
 
 def main() -> None:
+    """Resolves what pyproject.toml asks for, from the versions of the lock that is there, and writes the five files again."""
     parser = argparse.ArgumentParser(prog="python -m locks.renew", description=__doc__.splitlines()[0])
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that pyproject.toml allows")
     upgrade = parser.parse_args().upgrade

@@ -50,14 +50,12 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
     Raises:
         ArithmeticError: it differs by more than the tolerances allow.
     """
+    from exporter.export import reference_weights
     from exporter.steppers.eager import EagerStepper
-    from exporter.store import bundle_weights
     from exporter.tolerances import CONTROL_FACTOR, tolerance
-    from exporter.weights import RoundedWeights
 
     manifest = bundle.manifest
-    weights = RoundedWeights(bundle_weights(bundle), manifest.dtype)
-    reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, weights)
+    reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, reference_weights(bundle))
     expected, got = decode(DecodeSession(bundle, reference, 2, CAPACITY)), decode(session)
     error = float(np.abs(got - expected).max() / np.sqrt(np.mean(expected**2)))
     allowed = CONTROL_FACTOR * tolerance(("eager", backend), manifest.unit, manifest.dtype).allowed
@@ -135,6 +133,11 @@ def tensorrt_build(name: str, folder: Path) -> str:
 
 
 def tensorrt_run(name: str, folder: Path) -> str:
+    """Runs the block's engine on the GPU.
+
+    Raises:
+        Absent: the backend is not installed, no GPU is visible, or none that it is for.
+    """
     from engines.cuda import RuntimeCuda
     from engines.tensorrt_stepper import open_tensorrt
     from exporter.engine_records import read_records

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
@@ -33,15 +31,3 @@ def bundle(tiny_bundle, tmp_path) -> Path:
 def component(tiny_bundle, tmp_path) -> Path:
     """A copy of another bundle, to tell the old from the new."""
     return Path(shutil.copytree(tiny_bundle("component:rms_norm").folder, tmp_path / "component"))
-
-
-def in_child(body) -> int:
-    """Runs `body` in a forked child; returns its exit code: what it returned, 99 where it raised, or minus the signal's number."""
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
-        try:
-            os._exit(body())
-        finally:
-            os._exit(99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

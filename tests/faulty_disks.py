@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
+
+from benchmarks.campaigns.children import fork
 
 NOBODY = 65534
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
@@ -22,19 +21,7 @@ def run_apart(body: Callable[[], None], tmp_path: Path) -> None:
     """Runs `body` in a forked child; fails with its traceback where it raised."""
     said = tmp_path / "said"
     with open(said, "wb") as output:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            sys.stderr = sys.__stderr__  # not the one that captures
-            code = 1
-            torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
-            try:
-                body()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
+        child = fork(body, output.fileno())
     if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
         pytest.fail(said.read_text(errors="replace"))
 

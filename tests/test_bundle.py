@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import exporter.bundle
+from benchmarks.campaigns.children import run_in_child
 from exporter.__main__ import main
 from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle
 from exporter.contract import Unit
@@ -21,7 +22,7 @@ from exporter.export import ExportRequest, export_bundle
 from exporter.placing import new_folder, write_report
 from exporter.weights import RandomWeights
 from tests import bundle_folders
-from tests.bundle_folders import contents, identity, in_child
+from tests.bundle_folders import contents, identity
 from tests.checkpoints import write_huggingface
 from tests.conftest import MAX_POSITIONS, TINY
 
@@ -321,7 +322,7 @@ def test_a_parent_that_cannot_be_written_is_refused():
             except InputError as error:
                 return 0 if parent in str(error) and "Permission denied" in str(error) else 2
 
-        assert in_child(body) == 0
+        assert run_in_child(body) == 0
         assert os.listdir(parent) == []
 
 
@@ -339,7 +340,7 @@ def test_a_report_that_cannot_be_written_is_refused_by_name(tiny_bundle):
             except InputError as error:
                 return 0 if parent in str(error) else 2
 
-        assert in_child(body) == 0
+        assert run_in_child(body) == 0
 
 
 # --- no network --------------------------------------------------------------------------------------------------------

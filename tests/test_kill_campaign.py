@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 import exporter.placing
+from benchmarks.campaigns.children import fork, run_in_child
 from benchmarks.campaigns.kills import kill_at_every_call, kill_at_random
 from benchmarks.campaigns.races import EXPORT_NEW, EXPORT_OLD, VALIDATE, race, race_readers
-from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, Site, fork
+from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, Site
 from exporter.catalogue import CATALOGUE
 from exporter.errors import BundleError
 from exporter.placing import changing, new_folder, write_report
 from tests import bundle_folders
-from tests.bundle_folders import contents, identity, in_child
+from tests.bundle_folders import contents, identity
 
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 OVER_NOTHING, OVER_A_BUNDLE = COMMANDS[0], COMMANDS[1]
@@ -118,7 +119,7 @@ def test_a_run_killed_between_three_renames_loses_no_bundle(tmp_path, bundle, co
         return 0
 
     old = identity(bundle)
-    assert in_child(body) == -signal.SIGKILL
+    assert run_in_child(body) == -signal.SIGKILL
     with pytest.raises(RuntimeError), new_folder(bundle):
         raise RuntimeError  # the next run fails, and still the bundle is back
     assert identity(bundle) == (identity(component) if fatal == 3 else old)

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 import exporter.placing
+from benchmarks.campaigns.children import fork, run_in_child
 from exporter.bundle import Bundle
 from exporter.placing import new_folder
 from tests import bundle_folders
-from tests.bundle_folders import contents, identity, in_child
+from tests.bundle_folders import contents, identity
 from tests.checkpoints import write_huggingface
 from tests.conftest import ROOT, TINY
 
@@ -75,7 +76,7 @@ def test_a_run_killed_at_a_known_point_leaves_a_good_bundle_and_no_lasting_lefto
         fill(target, bundle)
         return 0
 
-    assert in_child(body) == -signal.SIGKILL
+    assert run_in_child(body) == -signal.SIGKILL
     Bundle.open(target, verify="full")
     assert identity(target) == identity(bundle if point == "after it was put in place" else component)
     fill(target, bundle)
@@ -85,15 +86,14 @@ def test_a_run_killed_at_a_known_point_leaves_a_good_bundle_and_no_lasting_lefto
 def test_a_run_killed_at_any_time_leaves_the_old_or_the_new_bundle(tmp_path, bundle, component):
     target = Path(shutil.copytree(component, tmp_path / "target"))
     delays = random.Random(0)
+
+    def fill_for_ever() -> None:
+        while True:
+            fill(target, bundle)
+            fill(target, component)
+
     for _ in range(12):
-        child = os.fork()
-        if child == 0:
-            try:
-                while True:
-                    fill(target, bundle)
-                    fill(target, component)
-            finally:
-                os._exit(99)
+        child = fork(fill_for_ever)
         time.sleep(delays.uniform(0.001, 0.06))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL  # it was alive and well

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 
 import exporter.placing
-from benchmarks.campaigns.trials import COMMANDS, Command, Site, fork, run_in_child, warm_up
+from benchmarks.campaigns.children import fork, run_in_child
+from benchmarks.campaigns.trials import COMMANDS, Command, Site, warm_up
 from benchmarks.machine import machine, stamp
 
 RECORD = Path(__file__).parent.parent / "records" / "kills.json"

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 import exporter.__main__
-from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, Command, Site, export_command, fork, warm_up
+from benchmarks.campaigns.children import fork
+from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, Command, Site, export_command, warm_up
 from benchmarks.machine import machine, stamp
 from exporter.errors import BundleError
 from exporter.placing import new_folder

@@ -29,7 +29,7 @@ import numpy as np
 
 from benchmarks.campaigns.faults import ERRORS, PLACES, FaultyBackend, interrupt
 from benchmarks.machine import machine, stamp
-from benchmarks.serving import TINY, export, resident_bytes
+from benchmarks.serving import TINY, export
 from exporter.bundle import Bundle
 from exporter.contract import Unit
 from exporter.errors import CheckFailed, InputError, NumericalError
@@ -44,6 +44,11 @@ MAX_BATCH, CAPACITY, CLIENTS = 6, 64, 8  # more clients than rows: some find all
 TOLERANCE = 1e-4  # absolute, of float32 logits and hidden states near 1 in size
 PATIENCE_S = 120  # without a step until it is taken for a deadlock
 N_SAMPLES = 20  # of memory, over a run
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is resident now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass

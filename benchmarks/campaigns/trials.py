@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import engines.__main__
 import exporter.__main__
+from benchmarks.campaigns.children import run_in_child
 from engines.backend import choose_backend
 from engines.records import check_engine, check_lineage, read_records
 from exporter.bundle import REPORT_FILE, Bundle
@@ -162,26 +160,6 @@ class Site:
             return json.loads((self.bundle / "manifest.json").read_text())["weights"] == self.new.weights
         except OSError:
             return False
-
-
-def fork(body: Callable[[], int | None]) -> int:
-    """Starts `body` in a forked child, its output dropped; returns the child's process id."""
-    child = os.fork()
-    if child == 0:
-        torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
-        try:
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
-            os._exit(body() or 0)
-        finally:
-            os._exit(99)
-    return child
-
-
-def run_in_child(body: Callable[[], int | None]) -> int:
-    """Runs `body` in a forked child; returns its exit code, 99 where it raised."""
-    return os.waitstatus_to_exitcode(os.waitpid(fork(body), 0)[1])
 
 
 def warm_up() -> str:

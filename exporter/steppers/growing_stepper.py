@@ -32,6 +32,7 @@ class GrowingStepper(Stepper[HostCache]):
         return HostCache(self.contract, n_rows, capacity)
 
     def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        """As `Stepper.run`, the rows so far cut out of the cache as the past, and the new ones of the present put back into it."""
         assert cache is not None, "only models grow a cache"
         (past_len,) = set(feeds["write_indices"].tolist())
         total_len = feeds["attention_mask"].shape[1]

@@ -1,0 +1,38 @@
+"""Code run in a forked child: what is loaded is not loaded again, and what happens to the child happens to it alone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+
+def fork(body: Callable[[], int | None], output: int | None = None) -> int:
+    """Starts `body` in a forked child; returns the child's process id.
+
+    Args:
+        body: its result is the child's exit code; 99 where it raises.
+        output: descriptor that the child's output goes to; None drops it.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # OpenMP's threads did not come along; waiting for them never ends
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream, target in ((0, null), (1, output), (2, output)):
+                os.dup2(null if target is None else target, stream)
+            sys.stderr = sys.__stderr__  # not one that captures
+            os._exit(body() or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(99)
+    return child
+
+
+def run_in_child(body: Callable[[], int | None]) -> int:
+    """Runs `body` in a forked child; returns its exit code, 99 where it raised, or minus the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(fork(body), 0)[1])
