@@ -368,7 +368,10 @@ class Bundle:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
         while True:
             bundle = cls.read(folder)
-            damaged, misshapen = bundle.problems(verify)
+            files = bundle.manifest.files
+            hashed = [name for name in files if verify == "full" or name.rpartition("/")[2] == GRAPH_FILE]
+            with timed(log, "%s: sizes of %d files, checksums of %s", bundle.folder, len(files), ", ".join(hashed)):
+                damaged, misshapen = bundle.problems(verify)
             if _written(bundle.folder / MANIFEST_FILE) == bundle.written:
                 break  # else an export has replaced the folder since its manifest was read
         if damaged:
@@ -418,13 +421,11 @@ class Bundle:
             verify: "graph" takes the checksums of graphs, "full" those of all files.
         """
         graphs = [name for name in self.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
-        with timed(log, "%s: sizes of %d files, checksums of %s", self.folder, len(self.manifest.files), ", ".join(graphs)):
-            damaged = self.file_problems(graphs)
+        damaged = self.file_problems(graphs)
         misshapen = self._form_problems(damaged)
         if verify == "full":
             others = [name for name in self.manifest.files if name not in graphs and graph_beside(name) not in misshapen]
-            with timed(log, "%s: checksums of %s", self.folder, ", ".join(others)):
-                damaged |= self.file_problems(others)
+            damaged |= self.file_problems(others)
         return damaged, misshapen
 
     def _form_problems(self, damaged: Collection[str]) -> dict[str, str]:

@@ -175,7 +175,8 @@ def _other_files(folder: Path, known: set[str]) -> tuple[str, ...]:
 
 def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
     """Of all files that the manifest lists, and of what the graphs among them say."""
-    damaged, misshapen = bundle.problems("full")
+    with timed(log, "sizes and checksums of %s", ", ".join(bundle.manifest.files)):
+        damaged, misshapen = bundle.problems("full")
     yield from (Problem(DAMAGE, name, f"it {problem}") for name, problem in damaged.items())
     suspect = {*map(graph_beside, damaged), *misshapen}
     for prefix, part in _parts(bundle):
