@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -37,6 +38,7 @@ ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that star
 SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
 WORKERS = 2  # pieces read and converted at the same time
 KEPT_BUFFERS = 6  # of each size; more than are ever in flight
+CACHED_BYTES = 64 * 2**20  # of a file being written stay in the page cache: the disk starts early, and room is left for what is read
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class _HashedFile:
 
     def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
         self.digest = hashlib.sha256()
-        self._path, self._progress = path, progress
+        self._path, self._progress, self._n_written = path, progress, 0
         self._thread = ThreadPoolExecutor(max_workers=1)
         self._pending: deque[Future[None]] = deque()
 
@@ -109,6 +111,9 @@ class _HashedFile:
 
     def _write(self, data: memoryview | bytes, done: Callable[[], None]) -> None:
         self._file.write(data)
+        self._n_written += len(data)
+        if self._n_written > CACHED_BYTES and hasattr(os, "posix_fadvise"):  # advice only: where there is none the same bytes are written
+            os.posix_fadvise(self._file.fileno(), 0, self._n_written - CACHED_BYTES, os.POSIX_FADV_DONTNEED)
         self.digest.update(data)
         self._progress(len(data))
         done()
