@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from exporter.catalogue import ModelConfig
-from exporter.contract import Unit
+from exporter.contract import MERGED_WEIGHTS, Unit
 from exporter.roofline import Step, roofline
 
 PRODUCT_SIZE = 2048
@@ -53,16 +53,21 @@ def against_the_limit(
     """A float32 step's time at the limit beside what was measured of each component.
 
     Args:
-        measured_ms: component → milliseconds in onnxruntime's profile, the components' names as in `exporter.roofline.Cost`;
+        measured_ms: component → milliseconds in onnxruntime's profile, named as in `exporter.roofline.Cost`, merged projections as one;
             what is in none of them counts to the whole only.
     """
     table = roofline(config, unit, Step(batch, seq_len, past_len, "fp32"), limits.bandwidth, limits.flop_rate)
-    rows = []
+    merged = {part: whole for whole, parts in MERGED_WEIGHTS.items() for part in parts}
+    limits_ms: dict[str, float] = {}
+    bounds: dict[str, str] = {}
     for row in table["components"]:
-        limit = max(row["transfer_ms"], row["arithmetic_ms"])
-        ms = measured_ms.get(row["name"])
-        rows.append({"name": row["name"], "limit_ms": limit, "bound": row["bound"], "measured_ms": ms, "share": limit / ms if ms else None})
-    named = {row["name"] for row in rows}
-    other = sum(ms for name, ms in measured_ms.items() if name not in named)
+        name = merged.get(row["name"], row["name"])
+        limits_ms[name] = limits_ms.get(name, 0.0) + max(row["transfer_ms"], row["arithmetic_ms"])
+        bounds[name] = row["bound"]
+    rows = []
+    for name, limit in limits_ms.items():
+        ms = measured_ms.get(name)
+        rows.append({"name": name, "limit_ms": limit, "bound": bounds[name], "measured_ms": ms, "share": limit / ms if ms else None})
+    other = sum(ms for name, ms in measured_ms.items() if name not in limits_ms)
     rows.append({"name": "other", "limit_ms": 0.0, "bound": "", "measured_ms": other, "share": None})
     return {"limit_ms": table["limit_ms"], "components": rows}

@@ -22,13 +22,13 @@ from exporter.bundle import Bundle, check_in_place
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
 from exporter.export import open_onnxruntime, reference_weights
+from exporter.graph_weights import bundle_weights
 from exporter.placing import scratch_folder
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.store import bundle_weights
 from exporter.timing import timed
 from exporter.tolerances import Tolerance, tolerance
 from exporter.twin import float32_twin
@@ -269,9 +269,7 @@ class Comparer:
         return GraphObserver(self.bundle.graph_path, contract, reference.names)
 
 
-def compare_bundle(
-    bundle: Bundle, request: CompareRequest, say: Say = lambda line: None, weights: WeightSource | None = None
-) -> CompareResult:
+def compare_bundle(bundle: Bundle, request: CompareRequest, say: Say = lambda line: None, weights: WeightSource | None = None) -> CompareResult:
     """Compares the backends of a bundle.
 
     The eager definition computes in float32 over weights rounded to the bundle's dtype.

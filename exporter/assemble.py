@@ -16,6 +16,7 @@ from exporter.contract import (
     BATCH,
     CAPACITY,
     IR_VERSION,
+    MERGED_WEIGHTS,
     ONNX_NAMES,
     ONNX_TYPES,
     OPSET,
@@ -37,6 +38,8 @@ from exporter.trace import Fragment, Piece, trace_fragments
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
 QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
 
+Stored = tuple[str, tuple[str, ...], bool]  # the graph's name, canonical names of the weights (several where merged), whether transposed
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -44,15 +47,15 @@ class StoredTensor:
 
     Attributes:
         name: the initializer's name in the graph.
-        weight: canonical name of the weight it holds, or its own name for a RoPE table.
+        weights: canonical names of the weights it holds, side by side where several are merged; its own name for a RoPE table.
         dtype: dtype name it is stored in.
-        shape: as stored; transposed says that this is the weight's shape reversed.
-        transposed: the graph stores block projections [in, out]; the weight is [out, in].
+        shape: as stored; transposed says that this is the weights' shape reversed.
+        transposed: the graph stores block projections [in, out]; a weight is [out, in].
         part: which tensor of a weight stored in integers it is, one of `QUANTIZED_PARTS`; "" where it is the weight itself.
     """
 
     name: str
-    weight: str
+    weights: tuple[str, ...]
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
@@ -120,9 +123,7 @@ class _Assembly:
         assert unit.component is not None, "the unit is a component"
         (fragment,) = trace_fragments([_component_piece(config, unit.component, self.dtype, float32_attention)])
         owner = {"rms_norm": "attention_norm.", "prepare_qkv": "attention.", "merge_project": "attention."}.get(unit.component, "mlp.")
-        weights = {
-            name: (f"blocks.0.{owner}{name}", f"blocks.{unit.first_layer}.{owner}{name}", name.count(".") == 1) for name in fragment.parameters
-        }
+        weights = {name: _block_weight(owner + name, 0, unit.first_layer) for name in fragment.parameters}
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
@@ -142,10 +143,10 @@ class _Assembly:
         shared, real = self._prologue(prologue, growing)
         hidden = step["input_ids" if embeds else "hidden_states"]
         for fragment in embedding:
-            (hidden,) = self.add(fragment, [hidden], "", {"weight": ("embedding.weight", "embedding.weight", False)})
+            (hidden,) = self.add(fragment, [hidden], "", {"weight": ("embedding.weight", ("embedding.weight",), False)})
         for layer in range(*part):
             cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
-            weights = {name: _block_weight(name, layer, unit.first_layer) for name in block.parameters}
+            weights = {name: _block_weight(_name_in_block(name), layer, unit.first_layer) for name in block.parameters}
             hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
         if ends:
@@ -156,7 +157,7 @@ class _Assembly:
 
     def _prologue(self, prologue: Fragment, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
         """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
-        tables = dict(zip(("rope_cos", "rope_sin"), ((name, name, False) for name in ROPE_TABLES), strict=True))
+        tables: dict[str, Stored] = dict(zip(("rope_cos", "rope_sin"), ((name, (name,), False) for name in ROPE_TABLES), strict=True))
         names = ("position_ids", "attention_mask") if growing else ("position_ids", "write_indices", "attention_mask")
         results = self.add(prologue, [self.values[name] for name in names], "", tables)
         if growing:
@@ -166,17 +167,14 @@ class _Assembly:
 
     def _head(self, head: Fragment, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
         matrix = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
-        weights = {"weight": (matrix, matrix, False), "norm.weight": ("norm.weight", "norm.weight", False)}
+        weights: dict[str, Stored] = {"weight": (matrix, (matrix,), False), "norm.weight": ("norm.weight", ("norm.weight",), False)}
         if self.weight_format is not None:  # integers of its own, [in, out], also where the values are the embedding's
-            weights["weight"] = ("lm_head.weight", matrix, True)
+            weights["weight"] = ("lm_head.weight", (matrix,), True)
         names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
         (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
-    def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, tuple[str, str, bool]]) -> list[ir.Value]:
-        """Clones a fragment's nodes onto `arguments`; returns its outputs.
-
-        `weights` maps each parameter to (graph name, canonical weight name, stored transposed).
-        """
+    def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, Stored]) -> list[ir.Value]:
+        """Clones a fragment's nodes onto `arguments`; returns its outputs. `weights` says of each parameter what is stored for it."""
         mapping: dict[ir.Value | None, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
         for name, parameter in fragment.parameters.items():
             mapping[parameter] = self._weight(parameter, *weights[name])
@@ -184,30 +182,31 @@ class _Assembly:
             mapping[constant] = self._constant(constant)
         for node in fragment.graph:
             inputs = [value and mapping[value] for value in node.inputs]
-            clone = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), name=f"{prefix}{node.name}")
+            attributes, name = list(node.attributes.values()), f"{prefix}{node.name}"
+            clone = ir.Node(node.domain, node.op_type, inputs, attributes, name=name, num_outputs=len(node.outputs))
             for old, new in zip(node.outputs, clone.outputs, strict=True):
                 new.name, new.shape, new.type = f"{prefix}{old.name}", old.shape and old.shape.copy(), old.type
                 mapping[old] = new
             self.nodes.append(clone)
         return [mapping[value] for value in fragment.graph.outputs]
 
-    def _weight(self, parameter: ir.Value, name: str, weight: str, transposed: bool) -> ir.Value:
+    def _weight(self, parameter: ir.Value, name: str, weights: tuple[str, ...], transposed: bool) -> ir.Value:
         assert parameter.shape is not None, "weights have shapes"
         shape = tuple(parameter.shape.numpy())
         if self.weight_format is not None and is_quantized(name):
-            return self._dequantized(name, weight, shape, self.weight_format.of(name))
+            return self._dequantized(name, weights, shape, self.weight_format.of(name))
         assert parameter.dtype is not None, "weights have dtypes"
         dtype = ONNX_NAMES[parameter.dtype]
-        return self._initializer(StoredTensor(name, weight, dtype, shape, transposed))
+        return self._initializer(StoredTensor(name, weights, dtype, shape, transposed))
 
-    def _dequantized(self, name: str, weight: str, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
+    def _dequantized(self, name: str, weights: tuple[str, ...], shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
         """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
         if name not in self.dequantized:
             by_block = (shape[0] // weight_format.block_size, shape[1])
             parts = [("integers", weight_format.dtype, shape), ("scales", self.dtype, by_block)]
             if not weight_format.symmetric:
                 parts.append(("zero_points", weight_format.dtype, by_block))
-            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weight, dtype, size, True, part)) for part, dtype, size in parts]
+            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weights, dtype, size, True, part)) for part, dtype, size in parts]
             blocks = {"axis": 0, "block_size": weight_format.block_size}
             node = ir.node("DequantizeLinear", inputs, blocks, name=name)
             result = node.outputs[0]
@@ -256,11 +255,17 @@ class _Assembly:
         return AssembledGraph(model, list(self.stored.values()), self.contract, self.dtype, self.weight_format)
 
 
-def _block_weight(parameter: str, layer: int, first_layer: int) -> tuple[str, str, bool]:
-    """(graph name, canonical weight name, stored transposed) of a traced block's parameter, e.g. prepare_qkv.q_proj.weight."""
+def _name_in_block(parameter: str) -> str:
+    """The contract's name of a traced block's parameter: `attention.qkv_proj.weight` for prepare_qkv.qkv_proj.weight."""
     module, _, rest = parameter.partition(".")
-    name = {"prepare_qkv": "attention.", "merge_project": "attention.", "swiglu_mlp": "mlp."}.get(module, f"{module}.") + rest
-    return f"blocks.{layer}.{name}", f"blocks.{layer + first_layer}.{name}", module not in ("attention_norm", "ffn_norm")
+    return {"prepare_qkv": "attention.", "merge_project": "attention.", "swiglu_mlp": "mlp."}.get(module, f"{module}.") + rest
+
+
+def _block_weight(name: str, layer: int, first_layer: int) -> Stored:
+    """What is stored for a weight of that name in a block, as the graph numbers its layers."""
+    projection = name.removesuffix(".weight")
+    weights = tuple(f"blocks.{layer + first_layer}.{part}.weight" for part in MERGED_WEIGHTS.get(projection, (projection,)))
+    return f"blocks.{layer}.{name}", weights, projection.endswith("_proj")
 
 
 # --- the pieces that a graph is joined from ---------------------------------------------------------------------------------

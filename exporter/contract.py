@@ -252,7 +252,6 @@ class Contract:
         present = {name for _, name in self.cache_pairs}
         return tuple(spec for spec in self.outputs if spec.name not in present)
 
-
     def in_dtype(self, dtype: str, other: str) -> Contract:
         """The same contract with every tensor of one dtype in another: what a graph's float32 twin keeps."""
 
@@ -385,6 +384,11 @@ COMPONENT_OF_WEIGHT = {  # a block's weights, in the order of its operations, an
     "mlp.gate_proj": "swiglu_mlp",
     "mlp.up_proj": "swiglu_mlp",
     "mlp.down_proj": "swiglu_mlp",
+}
+
+MERGED_WEIGHTS = {  # projections of one input, stored side by side and computed as one product: one pass over it, and fewer operators
+    "attention.qkv_proj": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 

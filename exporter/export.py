@@ -31,6 +31,7 @@ from exporter.catalogue import ModelConfig
 from exporter.contract import Bounds, Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
+from exporter.graph_weights import bundle_weights
 from exporter.interop import genai_config
 from exporter.memory import available_host_bytes, peak_memory_bytes
 from exporter.placing import new_folder, scratch_folder
@@ -41,7 +42,7 @@ from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.store import bundle_weights, write_graph
+from exporter.store import write_graph
 from exporter.timing import timed
 from exporter.tolerances import tolerance
 from exporter.twin import float32_twin

@@ -47,6 +47,15 @@ class _Tensor:
         return stored_bytes(ONNX_NAMES[self.kind], self.dims)
 
 
+@dataclass
+class _Node:
+    """One node: its operator, and the names that it reads and makes."""
+
+    operator: str = ""
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+
 def check_graph_form(path: Path, contract: Contract, largest: int, data_name: str) -> None:
     """Refuses a graph file that is not of the form that exports have; nothing but it and its data file's size is looked at.
 
@@ -88,11 +97,11 @@ class _Form:
         self._graph(graphs[0])
 
     def _graph(self, data: memoryview) -> None:
-        nodes, tensors = list[memoryview](), list[_Tensor]()
+        nodes, tensors = list[_Node](), list[_Tensor]()
         values: dict[int, list[TensorSpec]] = {11: [], 12: [], 13: []}
         for number, kind, value in _allowed("graph", data, {1, 2, 5, 11, 12, 13}):
             if number == 1:
-                nodes.append(_message(kind, value))
+                nodes.append(_node(_message(kind, value)))
             elif number == 5:
                 tensors.append(self._tensor(_message(kind, value)))
             elif number in values:
@@ -105,19 +114,19 @@ class _Form:
         for what, number, specs in (("inputs", 11, self._contract.inputs), ("outputs", 12, self._contract.outputs)):
             if values[number] != list(specs):
                 raise ValueError(f"its {what} are not those of the manifest")
+        self._check_numbers(nodes, tensors)
         self._wiring(nodes, [spec.name for spec in self._contract.inputs] + [tensor.name for tensor in tensors])
 
-    def _wiring(self, nodes: list[memoryview], given: list[str]) -> None:
+    def _wiring(self, nodes: list[_Node], given: list[str]) -> None:
         """Every name is made once, before it is read, so that the graph has no cycle."""
         known = set(given)
         if len(known) != len(given) or "" in known:
             raise ValueError("two inputs or weights of one name")
-        for data in nodes:
-            inputs, outputs = _node(data)
-            missing = [name for name in inputs if name and name not in known]
-            if missing or known.intersection(outputs) or "" in outputs or not outputs:
-                raise ValueError(f"a node reads {missing[:3]} and makes {outputs[:3]}: each value is made once and then read")
-            known.update(outputs)
+        for node in nodes:
+            missing = [name for name in node.inputs if name and name not in known]
+            if missing or known.intersection(node.outputs) or "" in node.outputs or not node.outputs:
+                raise ValueError(f"a node reads {missing[:3]} and makes {node.outputs[:3]}: each value is made once and then read")
+            known.update(node.outputs)
         if not known.issuperset(spec.name for spec in self._contract.outputs):
             raise ValueError("no node makes some of its outputs")
 
@@ -150,8 +159,6 @@ class _Form:
         if tensor.raw is not None:
             if len(tensor.raw) != tensor.n_bytes:
                 raise ValueError(f"{tensor.name[:80]}: {len(tensor.raw)} bytes, expected {tensor.n_bytes}")
-            if tensor.kind == INT64:
-                self._check_numbers(tensor)
             return
         where = tensor.external
         if set(where) != {"location", "offset", "length"} or where["location"] != self._data_name:
@@ -163,10 +170,20 @@ class _Form:
                 f"{tensor.name[:80]}: {length} bytes at {offset} for dims {tensor.dims} of type {tensor.kind}, in a file of {self._data_bytes}"
             )
 
-    def _check_numbers(self, tensor: _Tensor) -> None:
-        """Whole numbers are shapes, bounds and indices: none of them, nor what a shape of them holds, is beyond the model's own sizes."""
-        numbers = list(memoryview(bytes(tensor.raw or b"")).cast("q"))
-        if any(abs(n) > self._largest for n in numbers) or math.prod(n for n in numbers if n > 0) > self._largest:
+    def _check_numbers(self, nodes: list[_Node], tensors: list[_Tensor]) -> None:
+        """Whole numbers are shapes, bounds and indices: none of them, nor what a shape of them holds, is beyond the model's own sizes.
+
+        Where they are read as the widths of a Split alone, they are no shape.
+        """
+        widths = {node.inputs[1] for node in nodes if node.operator == "Split" and len(node.inputs) == 2}
+        widths -= {name for node in nodes for i, name in enumerate(node.inputs) if (node.operator, i) != ("Split", 1)}
+        for tensor in tensors:
+            if tensor.kind != INT64:
+                continue
+            numbers = list(memoryview(bytes(tensor.raw or b"")).cast("q"))
+            held = 1 if tensor.name in widths else math.prod(n for n in numbers if n > 0)
+            if held <= self._largest and all(abs(n) <= self._largest for n in numbers):
+                continue
             raise ValueError(f"{tensor.name[:80]}: numbers {numbers[:8]}, expected none beyond {self._largest}")
 
 
@@ -199,21 +216,24 @@ def _decimal(digits: str) -> int:
     return int(digits)
 
 
-def _node(data: memoryview) -> tuple[list[str], list[str]]:
-    """Inputs and outputs of a node, its operator and attributes checked."""
-    ends: dict[int, list[str]] = {1: [], 2: []}
+def _node(data: memoryview) -> _Node:
+    """A node, its operator and attributes checked."""
+    node = _Node()
+    ends = {1: node.inputs, 2: node.outputs}
     for number, kind, value in _allowed("node", data, {1, 2, 3, 4, 5, 7}):
         if number in ends:
             ends[number].append(text(kind, value))
-        elif number == 4 and (operator := text(kind, value)) not in OPERATORS:
-            raise ValueError(f"operator {operator[:80]!r}, expected one that exports consist of")
+        elif number == 4:
+            node.operator = text(kind, value)
+            if node.operator not in OPERATORS:
+                raise ValueError(f"operator {node.operator[:80]!r}, expected one that exports consist of")
         elif number == 5:
             _attribute(_message(kind, value))
         elif number == 7 and text(kind, value):
             raise ValueError(f"an operator of {text(kind, value)[:80]!r}, expected the default domain")
         elif number == 3:
             text(kind, value)
-    return ends[1], ends[2]
+    return node
 
 
 def _attribute(data: memoryview) -> None:

@@ -232,16 +232,23 @@ def _apply_markers(graph: ir.Graph) -> set[str | None]:
 
 
 def _name_nodes(graph: ir.Graph, named: set[str | None]) -> None:
-    """A node that makes a named value takes that name; one on the way to it is NAME/OpType. Values follow their nodes."""
+    """A node that makes a named value takes that name; one on the way to it is NAME/OpType. Values follow their nodes.
+
+    One that takes a named value apart is NAME/OpType too, after what it takes; its parts have names of their own.
+    """
     taken: Counter[str] = Counter()
     for node in reversed(list(graph)):
         value = node.outputs[0]
-        if value.name in named:
+        if len(node.outputs) > 1:
+            whole = node.inputs[0]
+            assert whole is not None and {whole.name, *(part.name for part in node.outputs)} <= named, f"{node.op_type} of values without names"
+            name = f"{whole.name}/{node.op_type}"
+        elif value.name in named:
             name = str(value.name)
         else:
             target = str(next(iter(value.uses())).node.name).split("/")[0]
             name = f"{target}/{node.op_type}"
         taken[name] += 1
         node.name = name if taken[name] == 1 else f"{name}_{taken[name]}"
-        value.name = node.name
-        assert len(node.outputs) == 1, f"{node.op_type} has several outputs: naming them needs a rule"
+        if len(node.outputs) == 1:
+            value.name = node.name

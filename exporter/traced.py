@@ -29,6 +29,15 @@ def reshape(x: Tensor, target: list[int], shape: tuple) -> Tensor:
     return _symbolic("Reshape", (x, torch.tensor(target)), dtype=x.dtype, shape=shape)
 
 
+def split(x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
+    """ONNX Split of the last axis into parts of these widths."""
+    shapes = [(*x.shape[:-1], width) for width in widths]
+    parts = torch.onnx.ops.symbolic_multi_out(
+        "Split", (x, torch.tensor(widths)), {"axis": -1}, dtypes=[x.dtype] * len(widths), shapes=shapes, version=18
+    )
+    return tuple(parts)
+
+
 def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
@@ -62,17 +71,16 @@ class TracedPrepareQKV(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.q_proj = Projection(config.hidden_size, config.n_heads * config.head_dim)
-        self.k_proj = Projection(config.hidden_size, config.n_kv_heads * config.head_dim)
-        self.v_proj = Projection(config.hidden_size, config.n_kv_heads * config.head_dim)
+        self.n_heads = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads}
+        self.qkv_proj = Projection(config.hidden_size, sum(self.n_heads.values()) * config.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries = self.heads("q", self.q_proj(x), self.config.n_heads)
-        keys = self.heads("k", self.k_proj(x), self.config.n_kv_heads)
-        values = self.heads("v", self.v_proj(x), self.config.n_kv_heads)
+        projected = split(named("attention.qkv_proj", self.qkv_proj(x)), [n * self.config.head_dim for n in self.n_heads.values()])
+        queries, keys, values = (self.heads(letter, part) for letter, part in zip(self.n_heads, projected, strict=True))
         return self.rotate("q", queries, cos, sin), self.rotate("k", keys, cos, sin), values
 
-    def heads(self, letter: str, x: Tensor, n_heads: int) -> Tensor:
+    def heads(self, letter: str, x: Tensor) -> Tensor:
+        n_heads = self.n_heads[letter]
         x = named(f"attention.{letter}_proj", x)
         shape = (x.shape[0], x.shape[1], n_heads, self.config.head_dim)
         split = named(f"attention.reshape_{letter}", reshape(x, [0, 0, n_heads, self.config.head_dim], shape))
@@ -117,13 +125,14 @@ class TracedSwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
-        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.width = config.intermediate_size
+        self.gate_up_proj = Projection(config.hidden_size, 2 * self.width)
         self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = named("mlp.silu", F.silu(named("mlp.gate_proj", self.gate_proj(x))))
-        product = named("mlp.product", gate * named("mlp.up_proj", self.up_proj(x)))
+        gate, up = split(named("mlp.gate_up_proj", self.gate_up_proj(x)), [self.width, self.width])
+        activated = named("mlp.silu", F.silu(named("mlp.gate_proj", gate)))
+        product = named("mlp.product", activated * named("mlp.up_proj", up))
         return named("mlp.down_proj", self.down_proj(product))
 
 

@@ -15,7 +15,8 @@ from onnx import TensorProto, numpy_helper
 
 from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.contract import DTYPES
-from exporter.store import ALIGNMENT_BYTES, map_data
+from exporter.graph_weights import map_data
+from exporter.store import ALIGNMENT_BYTES
 
 _BFLOAT16 = DTYPES["bf16"].numpy
 

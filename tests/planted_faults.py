@@ -11,6 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, sha256_of
+from exporter.contract import MERGED_WEIGHTS, block_weight_shapes
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 
@@ -84,8 +85,9 @@ def tiled_kv_heads(model: onnx.ModelProto, layer: int) -> None:
 
 
 def swapped_gate_and_up(model: onnx.ModelProto, layer: int) -> None:
-    gate, up = (node_of(model, f"blocks.{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-    gate.input[1], up.input[1] = up.input[1], gate.input[1]
+    split = node_of(model, f"blocks.{layer}.mlp.gate_proj")
+    gate, up = split.output
+    split.output[:] = [up, gate]
 
 
 def spelled_out_norm(eps_inside: bool, weight_before_cast: bool) -> Fault:
@@ -181,12 +183,18 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
 
 
 def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
-    """Multiplies one stored weight of a (copied) bundle, in place in its data file."""
+    """Multiplies one weight of a (copied) bundle, by its name in the graph's numbering, in place in its data file."""
     model = onnx.load(bundle.graph_path, load_external_data=False)
-    tensor = next(t for t in model.graph.initializer if t.name == name)
+    stored, outputs = name, slice(None)
+    for whole, parts in MERGED_WEIGHTS.items():
+        for index, part in enumerate(parts):
+            if name.endswith(f".{part}.weight"):
+                widths = [block_weight_shapes(bundle.manifest.config)[f"{other}.weight"][0] for other in parts]
+                stored, outputs = name.replace(part, whole), slice(sum(widths[:index]), sum(widths[: index + 1]))
+    tensor = next(t for t in model.graph.initializer if t.name == stored)
     where = {entry.key: entry.value for entry in tensor.external_data}
     data = np.memmap(bundle.folder / DATA_FILE, dtype=np.uint8, mode="r+")
     start, length = int(where["offset"]), int(where["length"])
-    weights = data[start : start + length].view(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+    weights = data[start : start + length].view(helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tensor.dims)[..., outputs]
     weights[:] = (weights.astype(np.float32) * factor).astype(weights.dtype)
     data.flush()

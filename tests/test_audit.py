@@ -13,7 +13,7 @@ from engines.backend import choose_backend
 from engines.interpreter.stepper import InterpreterStepper
 from engines.observers import GraphObserver, StepperObserver
 from exporter.bundle import Bundle
-from exporter.store import GraphWeights
+from exporter.graph_weights import GraphWeights
 from exporter.weights import RoundedWeights
 from tests import planted_faults
 from tests.planted_faults import doctored, scale_weight
@@ -24,7 +24,7 @@ LAYER = 1
 def reference_of(bundle: Bundle) -> Reference:
     """The reference over the bundle's own weights."""
     m = bundle.manifest
-    weights = RoundedWeights(GraphWeights(bundle.folder, m.unit.first_layer, m.weights), m.dtype)
+    weights = RoundedWeights(GraphWeights(bundle.folder, m.config, m.unit.first_layer, m.weights), m.dtype)
     return make_reference(m.config, m.unit, m.dtype, m.max_positions, m.contract, weights, seed=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import re
 
 import numpy as np
 import onnx
@@ -55,9 +56,13 @@ def test_every_graph_keeps_the_contract(tiny_bundle, unit, dtype):
             assert len(node.output) == 1 and len(node.input) == 4 and all(node.input)
             assert not {a.name for a in node.attribute} & {"is_causal", "softcap", "softmax_precision"}
     if unit != "component:repeat_kv":
-        copying = {"Tile", "Expand", "Concat", "Split", "Pad"}
+        copying = {"Tile", "Expand", "Concat", "Pad"}
         allowed = {"Expand", "Concat"} if unit == "component:prepare_qkv" else set()  # R has no batch axis: it is spread over the rows
         assert not copying & {node.op_type for node in model.graph.node} - allowed
+    for node in model.graph.node:
+        if node.op_type == "Split":  # of merged projections, never of a cache
+            assert re.fullmatch(r"blocks\.\d\.(attention\.qkv_proj|mlp\.gate_up_proj)/Split", node.name)
+            assert node.input[0] == node.name.removesuffix("/Split")
 
 
 def test_a_blocks_interface_is_the_documented_one(tiny_bundle):
@@ -110,7 +115,7 @@ def test_tied_weights_are_stored_once():
 
     for tied in (True, False):
         config = dataclasses.replace(TINY, tie_word_embeddings=tied)
-        names = {stored.weight for stored in assemble(config, Unit.parse("model", config), "fp32", MAX_POSITIONS).stored}
+        names = {stored.name for stored in assemble(config, Unit.parse("model", config), "fp32", MAX_POSITIONS).stored}
         assert ("lm_head.weight" in names) is not tied
 
 

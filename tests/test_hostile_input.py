@@ -29,9 +29,9 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.documents import parse_document
 from exporter.errors import BackendError, BundleError, CheckpointError, InputError
 from exporter.foreign_files import foreign_entries
+from exporter.graph_weights import bundle_weights
 from exporter.placing import new_folder, write_atomically
 from exporter.steppers.onnxruntime_stepper import refusals
-from exporter.store import bundle_weights
 from exporter.verify import verify_bundle
 from runtime import DecodeSession
 from tests.checkpoints import write_huggingface

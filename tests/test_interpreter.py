@@ -18,9 +18,9 @@ from exporter.block import unseen
 from exporter.contract import numpy_dtype
 from exporter.errors import CheckFailed
 from exporter.feeds import step_feeds
+from exporter.graph_weights import bundle_weights
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.store import bundle_weights
 from tests.planted_faults import doctored, node_of
 
 H, K, D = 4, 2, 16

@@ -22,9 +22,9 @@ from exporter.bundle import MANIFEST_FILE, Bundle
 from exporter.contract import Unit, graph_contract, part_bounds
 from exporter.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle, parts_within, validate_bundle
+from exporter.graph_weights import GraphWeights, bundle_weights
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import PartsStepper
-from exporter.store import GraphWeights, bundle_weights
 from exporter.weights import RandomWeights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
@@ -69,7 +69,7 @@ def test_a_part_has_hidden_states_at_its_seams_and_the_units_cache_numbers(parte
     assert first.cache_pairs + second.cache_pairs == whole.cache_pairs
     graph = onnx.load(bundle.parts[1].graph_path, load_external_data=False).graph
     assert {"past_key_values.2.key", "hidden_states"} <= {value.name for value in graph.input}
-    assert any(node.name == "blocks.2.mlp.up_proj" for node in graph.node)
+    assert any(node.name == "blocks.2.mlp.gate_up_proj" for node in graph.node)
 
 
 @pytest.mark.parametrize(("unit", "n_parts"), [("model", 2), ("model", 3), ("stack", 3)])

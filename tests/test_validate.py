@@ -138,7 +138,7 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
     make = exporter.store._piece
 
     def damaged(stored, read, buffers):
-        return make(stored, (lambda: read() * 1.1) if stored.name.endswith("up_proj.weight") else read, buffers)
+        return make(stored, (lambda: {name: run * 1.1 for name, run in read().items()}) if stored.name.endswith("up_proj.weight") else read, buffers)
 
     monkeypatch.setattr(exporter.store, "_piece", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)

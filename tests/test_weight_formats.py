@@ -24,9 +24,9 @@ from exporter.catalogue import ModelConfig
 from exporter.contract import WEIGHT_FORMATS, Unit, WeightFormat
 from exporter.errors import BackendError, CheckpointError, InputError
 from exporter.export import ExportRequest, export_bundle, reference_weights, validate_bundle
+from exporter.graph_weights import bundle_weights
 from exporter.ledger import Ledger
 from exporter.quantize import CLIPPINGS, is_quantized, pack, quantize, unpack
-from exporter.store import bundle_weights
 from exporter.weights import RandomWeights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
@@ -119,7 +119,7 @@ def test_the_graph_equals_eager_over_the_rounded_weights_of_the_source(tmp_path,
 def test_one_altered_scale_is_found(tmp_path):
     bundle = export(tmp_path, "int4")
     graph = onnx.load(bundle.graph_path, load_external_data=False).graph
-    tensor = next(t for t in graph.initializer if t.name == "blocks.0.mlp.up_proj.weight.scales")
+    tensor = next(t for t in graph.initializer if t.name == "blocks.0.mlp.gate_up_proj.weight.scales")
     offset = next(int(entry.value) for entry in tensor.external_data if entry.key == "offset")
     with open(bundle.folder / "model.onnx.data", "r+b") as file:
         file.seek(offset)
@@ -147,13 +147,13 @@ def test_the_bundles_weights_are_the_sources_rounded(tmp_path, name, dtype):
 def test_only_projections_and_the_head_are_in_integers(tmp_path):
     graph = onnx.load(export(tmp_path, "uint4", "model").graph_path, load_external_data=False).graph
     made = {node.output[0] for node in graph.node if node.op_type == "DequantizeLinear"}
-    projections = ["attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    projections = ["attention.qkv_proj", "attention.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
     assert made == {f"blocks.{i}.{name}.weight" for i in range(3) for name in projections} | {"lm_head.weight"}
     assert all(is_quantized(name.partition(".weight")[0] + ".weight") for name in made)
     stored = {t.name: t.data_type for t in graph.initializer}
     assert stored["embedding.weight"] == stored["norm.weight"] == onnx.TensorProto.FLOAT
     assert stored["lm_head.weight.integers"] == stored["lm_head.weight.zero_points"] == onnx.TensorProto.UINT8
-    assert stored["blocks.0.mlp.up_proj.weight.integers"] == onnx.TensorProto.UINT4
+    assert stored["blocks.0.mlp.gate_up_proj.weight.integers"] == onnx.TensorProto.UINT4
 
 
 @FORMATS
@@ -164,7 +164,7 @@ def test_onnxruntime_multiplies_packed_weights(tmp_path, name):
     options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimized.onnx"), 3
     onnxruntime.InferenceSession(str(bundle.graph_path), options, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node]
-    assert kinds.count("MatMulNBits") == 3 * 7 + 1 and not {"DequantizeLinear", "MatMul", "Gemm"} & set(kinds)
+    assert kinds.count("MatMulNBits") == 3 * 4 + 1 and not {"DequantizeLinear", "MatMul", "Gemm"} & set(kinds)
 
 
 @pytest.mark.parametrize("name", SIGNED)

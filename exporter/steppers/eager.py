@@ -13,8 +13,8 @@ from exporter.block import See, unseen
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import TensorSpec, Unit, graph_contract, numpy_dtype
+from exporter.graph_weights import bundle_weights
 from exporter.steppers.protocol import HostCache, Stepper
-from exporter.store import bundle_weights
 from exporter.weights import WeightSource, load_eager
 
 
