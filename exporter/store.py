@@ -24,10 +24,11 @@ from onnx import TensorProto
 from torch import Tensor
 
 from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
-from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import ONNX_NAMES, ONNX_TYPES, WeightFormat, weight_shapes
 from exporter.errors import BundleError, CheckpointError
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.quantize import Quantized, pack, quantize, unpack
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource
