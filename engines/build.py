@@ -22,11 +22,12 @@ from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, ch
 from engines.progress import BuildProgress
 from engines.records import publish
 from engines.source import check_attention_nodes, check_cache_axes, input_axes, load_source
-from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, Manifest, check_in_place, sha256_of
+from exporter.bundle import ENGINES_FILE, Bundle, check_in_place, sha256_of
 from exporter.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
 from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import CheckFailed, InputError
 from exporter.fixed_capacity import fix_capacity
+from exporter.manifest import GRAPH_FILE, Manifest
 from exporter.memory import peak_memory_bytes
 from exporter.output_checks import check_space
 from exporter.placing import check_writable, put_file_in_place, temporary_file

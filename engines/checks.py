@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engines.network import ParsedNetwork
-from exporter.bundle import Manifest
 from exporter.errors import BackendError, CheckFailed
+from exporter.manifest import Manifest
 
 # Every layer type that a graph of this project parses to. Another one is no error, only new: it is noted.
 KNOWN_LAYERS = {

@@ -12,11 +12,12 @@ from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.profiles import Profile
 from engines.records import check_engine, check_lineage, check_runnable
-from exporter.bundle import Bundle, Manifest
+from exporter.bundle import Bundle
 from exporter.contract import DTYPES
 from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import BundleError
 from exporter.ledger import Ledger
+from exporter.manifest import Manifest
 
 
 def inspect_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> dict:

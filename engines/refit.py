@@ -10,9 +10,10 @@ from engines.backend import Backend
 from engines.gpu import visible_gpus
 from engines.network import create_logger
 from engines.records import check_engine, check_runnable, publish
-from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.engine_records import EngineRecord
 from exporter.errors import BundleError, CheckFailed
+from exporter.manifest import GRAPH_FILE
 from exporter.placing import check_writable, temporary_file
 from exporter.timing import timed
 

@@ -1,4 +1,4 @@
-"""Reads the JSON files of folders that may come from a stranger: bounded, inside of their folder, and JSON to the letter."""
+"""JSON files: read as though a stranger had made them (bounded, inside of their folder, and JSON to the letter), written in one spelling."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def parse_document(text: str) -> object:
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair in a text") from None
     return data
+
+
+def to_json(data: object) -> str:
+    """The one spelling of JSON that bundles use, so that equal data are equal bytes."""
+    return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
 
 
 def _refuse_constant(name: str) -> None:

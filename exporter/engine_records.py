@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from exporter.bundle import ENGINES_FILE, Bundle, check_format_version, is_sha256, sha256_of, to_json
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.catalogue import short
-from exporter.documents import is_inside, read_document
+from exporter.documents import is_inside, read_document, to_json
 from exporter.errors import BundleError
+from exporter.manifest import check_format_version, is_sha256
 
 FORMAT_VERSION = 1
 ENGINES_KEYS = ("format_version", "engines")

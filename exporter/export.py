@@ -15,24 +15,15 @@ from pathlib import Path
 
 from exporter import __version__
 from exporter.assemble import assemble
-from exporter.bundle import (
-    DATA_FILE,
-    GENAI_CONFIG_FILE,
-    GRAPH_FILE,
-    MANIFEST_FILE,
-    REPORT_FILE,
-    Bundle,
-    Manifest,
-    file_entry,
-    part_folder,
-    to_json,
-)
+from exporter.bundle import REPORT_FILE, Bundle, file_entry
 from exporter.catalogue import ModelConfig
 from exporter.contract import Bounds, Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
+from exporter.documents import to_json
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
 from exporter.graph_weights import bundle_weights
 from exporter.interop import genai_config
+from exporter.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest, part_folder
 from exporter.memory import available_host_bytes, peak_memory_bytes
 from exporter.placing import new_folder, scratch_folder
 from exporter.quantize import QuantizedWeights, is_quantized

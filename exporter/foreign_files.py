@@ -8,9 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE
+from exporter.bundle import ENGINES_FILE, REPORT_FILE
 from exporter.documents import read_document
 from exporter.errors import InputError
+from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
 _TEMPORARY = re.compile(r"\.([^/]+\.(onnx|engine)|manifest\.json|report\.json|engines\.json)\.partial-\w{8}")
 

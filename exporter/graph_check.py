@@ -9,9 +9,9 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, NodeProto
 
-from exporter.bundle import DATA_FILE
 from exporter.contract import ONNX_NAMES, ONNX_TYPES, OPSET, Contract, TensorSpec, stored_bytes
 from exporter.errors import CheckFailed
+from exporter.manifest import DATA_FILE
 
 
 def check_graph(path: Path, contract: Contract) -> None:

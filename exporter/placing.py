@@ -17,8 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from exporter.bundle import REPORT_FILE, Bundle, to_json
-from exporter.documents import is_text
+from exporter.bundle import REPORT_FILE, Bundle
+from exporter.documents import is_text, to_json
 from exporter.errors import InputError
 from exporter.foreign_files import sync, take_along, take_latecomers
 from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
-from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.catalogue import ModelConfig
 from exporter.contract import ONNX_TYPES, WeightFormat
 from exporter.errors import CheckpointError
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.quantize import pack, quantize
 from exporter.rope import rotation_table
 from exporter.weights import TORCH_DTYPES, WeightSource

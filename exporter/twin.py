@@ -13,9 +13,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.contract import DTYPES
 from exporter.graph_weights import map_data
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.store import ALIGNMENT_BYTES
 
 _BFLOAT16 = DTYPES["bf16"].numpy

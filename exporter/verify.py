@@ -12,23 +12,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from exporter.bundle import (
-    ENGINES_FILE,
-    GENAI_CONFIG_FILE,
-    GRAPH_FILE,
-    MANIFEST_FILE,
-    REPORT_FILE,
-    TOKENIZER_FILES,
-    Bundle,
-    graph_beside,
-    graph_files,
-)
+from exporter.bundle import ENGINES_FILE, REPORT_FILE, Bundle
 from exporter.documents import is_inside, read_document
 from exporter.engine_records import EngineRecord, changed_origins, file_problem, read_records, size_problem
 from exporter.errors import BundleError, CheckFailed, together
 from exporter.fixed_capacity import fixed_graph_problem
 from exporter.graph_check import graph_problems
 from exporter.interop import genai_config
+from exporter.manifest import GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILES, graph_beside, graph_files
 from exporter.timing import timed
 from exporter.tokenizer import open_tokenizer
 

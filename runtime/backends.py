@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from exporter.bundle import ENGINES_FILE, Bundle, Manifest
+from exporter.bundle import ENGINES_FILE, Bundle
 from exporter.contract import check_cache_capacity
 from exporter.errors import BackendError, InputError
+from exporter.manifest import Manifest
 from exporter.memory import available_host_bytes
 from exporter.steppers.protocol import Stepper
 from runtime.memory import plan_memory

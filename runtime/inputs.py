@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from engines.dlpack import DeviceTensor
-from exporter.bundle import Manifest
 from exporter.contract import numpy_dtype
 from exporter.errors import InputError
+from exporter.manifest import Manifest
 
 
 def is_whole_number(value: object) -> bool:

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from exporter.bundle import Manifest
 from exporter.contract import DTYPES, cache_capacity_step, weight_shapes
 from exporter.errors import InputError
 from exporter.ledger import Ledger
+from exporter.manifest import Manifest
 
 # onnxruntime's CPU provider computes half graphs in float32 and keeps a float32 copy of each weight beside the file's.
 _WEIGHT_COPIES = {("onnxruntime", "fp16"): 3.0, ("onnxruntime", "fp32"): 2.0}

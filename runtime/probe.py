@@ -18,9 +18,10 @@ import numpy as np
 
 from engines.backend import INSTALL, MODULES, choose_backend
 from engines.gpu import driver_cuda, visible_gpus
-from exporter.bundle import MANIFEST_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import Unit
+from exporter.manifest import MANIFEST_FILE
 from runtime.findings import FACT, FAILED, GOOD, Finding
 from runtime.installed import NOT_FOR_RTX, driver_problem
 from runtime.session import DecodeSession

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
+from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
 IDENTITY_FILES = (GRAPH_FILE, DATA_FILE, MANIFEST_FILE)
 

@@ -15,10 +15,11 @@ import pytest
 import exporter.bundle
 from benchmarks.campaigns.children import run_in_child
 from exporter.__main__ import main
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.contract import Unit
 from exporter.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle
+from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest
 from exporter.placing import new_folder, write_report
 from exporter.weights import RandomWeights
 from tests import bundle_folders
@@ -56,7 +57,7 @@ def test_a_moved_bundle_opens(bundle, tmp_path):
 
 def test_the_manifest_reads_back_as_it_was_written(tiny_bundle):
     manifest = tiny_bundle("block").manifest
-    assert exporter.bundle.Manifest.from_json(manifest.to_json(), "manifest") == manifest
+    assert Manifest.from_json(manifest.to_json(), "manifest") == manifest
 
 
 def test_missing_folder_is_refused(tmp_path):

@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 
 from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
 from engines.profiles import Profile, Range
-from exporter import bundle as bundle_module
 from exporter import engine_records
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, MANIFEST_FILE, OTHER_FILES, Bundle, Manifest, graph_files
+from exporter import manifest as manifest_module
+from exporter.bundle import ENGINES_FILE, Bundle
 from exporter.contract import (
     BATCH,
     CACHES,
@@ -35,6 +35,7 @@ from exporter.contract import (
 )
 from exporter.engine_records import EngineRecord, read_records, records_json
 from exporter.errors import BundleError
+from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, OTHER_FILES, Manifest, graph_files
 from exporter.tolerances import tolerance
 from exporter.validate import Comparison, summarize
 from tests.conftest import ROOT
@@ -77,25 +78,25 @@ def test_a_schema_is_one_of_draft_2020_12(schema):
 
 
 def test_schema_and_code_have_the_same_keys_of_a_manifest():
-    every, definitions = set(bundle_module.MANIFEST_KEYS), MANIFEST["$defs"]
-    assert keys(MANIFEST) == (every, every - set(bundle_module.ADDED_KEYS))
-    unit = set(bundle_module.UNIT_KEYS)
-    assert keys(definitions["unit"]) == (unit, unit - set(bundle_module.ADDED_UNIT_KEYS))
-    code = {"config": bundle_module.CONFIG_KEYS, "rope_scaling": bundle_module.ROPE_SCALING_KEYS, "tensor": bundle_module.TENSOR_KEYS}
-    code["weight_format"] = bundle_module.WEIGHT_FORMAT_KEYS
+    every, definitions = set(manifest_module.MANIFEST_KEYS), MANIFEST["$defs"]
+    assert keys(MANIFEST) == (every, every - set(manifest_module.ADDED_KEYS))
+    unit = set(manifest_module.UNIT_KEYS)
+    assert keys(definitions["unit"]) == (unit, unit - set(manifest_module.ADDED_UNIT_KEYS))
+    code = {"config": manifest_module.CONFIG_KEYS, "rope_scaling": manifest_module.ROPE_SCALING_KEYS, "tensor": manifest_module.TENSOR_KEYS}
+    code["weight_format"] = manifest_module.WEIGHT_FORMAT_KEYS
     for name, names in code.items():
         assert keys(definitions[name]) == (set(names), set(names)), name
     weights = {schema["properties"]["source"]["const"]: keys(schema)[1] for schema in definitions["weights"]["oneOf"]}
-    assert weights == {source: set(names) for source, names in bundle_module.WEIGHTS_KEYS.items()}
-    assert keys(definitions["files"]["additionalProperties"])[1] == set(bundle_module.FILE_KEYS)
-    assert MANIFEST["properties"]["parts"]["default"] == bundle_module.ADDED_KEYS["parts"]
-    assert definitions["unit"]["properties"]["cache"]["default"] == bundle_module.ADDED_UNIT_KEYS["cache"]
+    assert weights == {source: set(names) for source, names in manifest_module.WEIGHTS_KEYS.items()}
+    assert keys(definitions["files"]["additionalProperties"])[1] == set(manifest_module.FILE_KEYS)
+    assert MANIFEST["properties"]["parts"]["default"] == manifest_module.ADDED_KEYS["parts"]
+    assert definitions["unit"]["properties"]["cache"]["default"] == manifest_module.ADDED_UNIT_KEYS["cache"]
 
 
 def test_schema_and_code_have_the_same_names_in_a_manifest():
     definitions = MANIFEST["$defs"]
     unit, tensor = definitions["unit"]["properties"], definitions["tensor"]["properties"]
-    assert (MANIFEST["properties"]["format_version"]["const"], MANIFEST["properties"]["opset"]["const"]) == (bundle_module.FORMAT_VERSION, OPSET)
+    assert (MANIFEST["properties"]["format_version"]["const"], MANIFEST["properties"]["opset"]["const"]) == (manifest_module.FORMAT_VERSION, OPSET)
     assert [unit[key]["enum"] for key in ("kind", "component", "logits", "cache")] == [
         list(UNIT_KINDS), [*COMPONENTS, None], list(LOGITS), list(CACHES),
     ]  # fmt: skip
@@ -194,7 +195,7 @@ MANIFEST_CHANGES: dict[str, Callable[[dict], object]] = {
     "size negative": lambda m: m["files"][GRAPH_FILE].update(size_bytes=-1),
     "short checksum": lambda m: m["files"][GRAPH_FILE].update(sha256="abc"),
     "capital checksum": lambda m: m["files"][GRAPH_FILE].update(sha256="A" * 64),
-    **{f"{key} missing": lambda m, key=key: m.pop(key) for key in bundle_module.MANIFEST_KEYS if key not in bundle_module.ADDED_KEYS},
+    **{f"{key} missing": lambda m, key=key: m.pop(key) for key in manifest_module.MANIFEST_KEYS if key not in manifest_module.ADDED_KEYS},
 }
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from exporter import tolerances
 from exporter.__main__ import main as exporter
-from exporter.bundle import DATA_FILE, Bundle
+from exporter.bundle import Bundle
+from exporter.manifest import DATA_FILE
 from runtime.__main__ import main as runtime
 from tests.checkpoints import write_huggingface
 from tests.conftest import ROOT, TINY

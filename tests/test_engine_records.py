@@ -14,9 +14,10 @@ import pytest
 from engines.gpu import Gpu
 from engines.options import BuildOptions
 from engines.records import check_engine, check_lineage, check_runnable, publish
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.engine_records import EngineRecord, read_records
 from exporter.errors import BundleError
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 
 GPU = Gpu("NVIDIA Test 9000", "9.0")
 FORK = multiprocessing.get_context("fork")

@@ -17,10 +17,11 @@ import pytest
 
 from engines.__main__ import main
 from engines.records import EngineRecord, check_engine, check_lineage, read_records
-from exporter.bundle import ENGINES_FILE, GRAPH_FILE, Bundle, sha256_of
+from exporter.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.contract import Unit
 from exporter.errors import InputError
 from exporter.export import ExportRequest, export_bundle
+from exporter.manifest import GRAPH_FILE
 from exporter.placing import temporary_file
 from exporter.weights import RandomWeights
 from tests.conftest import MAX_POSITIONS, ROOT, TINY

@@ -19,12 +19,13 @@ from engines.interpreter.stepper import InterpreterStepper
 from exporter import assemble as assemble_module
 from exporter import traced
 from exporter.assemble import assemble
-from exporter.bundle import GRAPH_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.contract import BATCH, CAPACITY, COMPONENTS, DTYPES, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec, Unit, graph_contract
 from exporter.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.feeds import step_feeds
 from exporter.graph_check import check_graph
+from exporter.manifest import GRAPH_FILE
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.tolerances import tolerance

@@ -15,7 +15,7 @@ from locks.lockfile import normal
 from tests.conftest import ROOT
 
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
-PURE = {"catalogue", "ledger", "contract", "errors"}
+PURE = {"catalogue", "ledger", "contract", "errors", "documents", "wire", "graph_form", "manifest", "bundle"}
 
 
 def imported(path) -> set[str]:

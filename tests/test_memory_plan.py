@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from exporter.bundle import DATA_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.errors import InputError
+from exporter.manifest import DATA_FILE
 from runtime.memory import MemoryPlan, plan_memory
 from tests.slot_sessions import cache_bits, on_onnxruntime
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.contract import MERGED_WEIGHTS, Unit, block_weight_shapes, weight_shapes
 from exporter.errors import BundleError
 from exporter.graph_weights import GraphWeights, bundle_weights
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.weights import RandomWeights
 from tests.conftest import TINY
 

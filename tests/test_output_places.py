@@ -13,8 +13,9 @@ import engines.__main__
 import exporter.__main__
 import exporter.placing
 import runtime.__main__
-from exporter.bundle import DATA_FILE, MANIFEST_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.errors import InputError
+from exporter.manifest import DATA_FILE, MANIFEST_FILE
 from exporter.placing import new_folder, write_atomically
 from tests import bundle_folders
 from tests.bundle_folders import contents, identity

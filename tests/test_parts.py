@@ -18,11 +18,12 @@ from engines.records import check_lineage, read_records
 from engines.tensorrt_parts import TensorRTParts
 from engines.tensorrt_stepper import TensorRTStepper
 from exporter.__main__ import main as exporter_main
-from exporter.bundle import MANIFEST_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.contract import Unit, graph_contract, part_bounds
 from exporter.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle, parts_within, validate_bundle
 from exporter.graph_weights import GraphWeights, bundle_weights
+from exporter.manifest import MANIFEST_FILE
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import PartsStepper
 from exporter.weights import RandomWeights

@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 
-from exporter.bundle import MANIFEST_FILE, TOKENIZER_FILES
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.contract import Unit
 from exporter.export import ExportRequest, export_bundle
+from exporter.manifest import MANIFEST_FILE, TOKENIZER_FILES
 from exporter.weights import RandomWeights
 from tests.checkpoints import meta_shards, write_huggingface
 from tests.conftest import TINY

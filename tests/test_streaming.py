@@ -9,13 +9,13 @@ import pytest
 from benchmarks.checkpoints import run
 from exporter import catalogue
 from exporter.assemble import assemble
-from exporter.bundle import DATA_FILE, GRAPH_FILE
 from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.contract import Unit, graph_contract
 from exporter.errors import InputError
 from exporter.export import validate_bundle
 from exporter.graph_check import check_graph
 from exporter.ledger import Ledger
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.store import place_weights, serialize_graph
 from exporter.weights import RandomWeights
 from tests.conftest import TINY

@@ -15,8 +15,9 @@ from engines.build import BuildRequest, build_parts
 from engines.gpu import Gpu
 from engines.tensorrt_parts import find_engines
 from exporter.__main__ import main
-from exporter.bundle import DATA_FILE, ENGINES_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, REPORT_FILE, Bundle, sha256_of
+from exporter.bundle import ENGINES_FILE, REPORT_FILE, Bundle, sha256_of
 from exporter.errors import BundleError
+from exporter.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE
 from exporter.verify import verify_bundle
 from runtime import DecodeSession
 from runtime.__main__ import main as runtime

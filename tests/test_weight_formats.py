@@ -19,13 +19,14 @@ from engines.build import BuildRequest, build_bundle
 from engines.compare import CompareRequest, compare_bundle
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.__main__ import main
-from exporter.bundle import GRAPH_FILE, Bundle, Manifest
+from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
 from exporter.contract import WEIGHT_FORMATS, Unit, WeightFormat
 from exporter.errors import BackendError, CheckpointError, InputError
 from exporter.export import ExportRequest, export_bundle, reference_weights, validate_bundle
 from exporter.graph_weights import bundle_weights
 from exporter.ledger import Ledger
+from exporter.manifest import GRAPH_FILE, Manifest
 from exporter.quantize import CLIPPINGS, is_quantized, pack, quantize, unpack
 from exporter.weights import RandomWeights
 from runtime import DecodeSession

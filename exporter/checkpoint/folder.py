@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from exporter.bundle import TOKENIZER_FILES
 from exporter.catalogue import short
 from exporter.documents import is_inside, read_document
 from exporter.errors import CheckpointError
+from exporter.manifest import TOKENIZER_FILES
 from exporter.weights import WeightSource
 
 _ROWS = 8192  # of a vocabulary-sized matrix at a time

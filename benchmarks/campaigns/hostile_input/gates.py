@@ -10,8 +10,8 @@ from typing import Any
 
 # gate → where its function is: module, and class where it is a method
 GATES = {
-    "manifest is JSON with the known keys": ("exporter.bundle", "ModelConfig", "from_dict", "entered"),
-    "manifest agrees with itself": ("exporter.bundle", "Manifest", "_from_data", "left"),
+    "manifest is JSON with the known keys": ("exporter.manifest", "ModelConfig", "from_dict", "entered"),
+    "manifest agrees with itself": ("exporter.manifest", "Manifest", "_from_data", "left"),
     "sizes and checksums match": ("exporter.bundle", None, "check_graph_form", "entered"),
     "graph has the bundle's form": ("exporter.bundle", None, "check_graph_form", "left"),
     "bundle opened": ("exporter.bundle", "Bundle", "open", "left"),
