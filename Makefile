@@ -17,6 +17,7 @@ MAX_SEQ ?=
 CACHE_CAPACITY ?=
 PROMPT ?= The capital of France is
 QUICK ?=
+WORKERS ?= 2
 
 export TOKENIZERS_PARALLELISM := false
 
@@ -24,7 +25,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check doctor lint clean
 
 help: ## show this list
-	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK):"
+	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK WORKERS):"
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(READY) ## make .venv with everything that the commands and tests need, each file checked by its SHA-256
@@ -69,8 +70,9 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 	$(BIN)/python -m engines build "$(BUNDLE)" --backend $(BACKEND) --max-seq-len 128 --cache-capacity 1024
 	$(BIN)/python -m runtime report "$(BUNDLE)" --prompt "$(PROMPT)"
 
-test: $(READY) checkpoint ## set up and run the tests
-	$(BIN)/python -m pytest
+test: export OMP_WAIT_POLICY := passive# threads that wait for work by spinning would take the other worker's core
+test: $(READY) checkpoint ## set up and run the tests, files spread over WORKERS processes
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 bench: $(READY) $(if $(QUICK),,checkpoint) ## our step beside everyone else's, all figures and plots; QUICK=1 is a small run without peers
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)

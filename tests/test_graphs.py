@@ -246,6 +246,8 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     alone = [text(_trace([piece])[0]) for piece in pieces]
     assert [text(fragment) for fragment in _trace(pieces)] == alone
     assert [text(fragment) for fragment in _trace(pieces[::-1])] == alone[::-1]
+
+
 @pytest.mark.parametrize(
     "sizes", [{BATCH: 3, SEQUENCE: 3, PAST: 3}, dict.fromkeys(EXAMPLE_SIZES, 7), {SEQUENCE: 1}], ids=["B = T = P", "all equal", "one token"]
 )
@@ -255,16 +257,9 @@ def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypa
     expected = structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph)
     for name, size in sizes.items():
         monkeypatch.setitem(EXAMPLE_SIZES, name, size)
-    trace_anew()
-    try:
-        assert structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph) == expected
-    finally:
-        trace_anew()
-
-
-def trace_anew() -> None:
-    """Forgets the traced fragments, which are kept by geometry."""
-    exporter.trace._traced.clear()
+    monkeypatch.setattr(exporter.trace, "_traced", {})  # traced anew here; what other tests traced stays for them
+    assert structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph) == expected
+    assert exporter.trace._traced
 
 
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
