@@ -12,7 +12,18 @@ from rich.table import Table
 
 from exporter import cli
 from exporter.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
-from exporter.contract import COMPONENTS, DEFAULT_MAX_POSITIONS, DTYPES, LOGITS, WEIGHT_FORMATS, Unit, WeightFormat, lookup_dtype, weight_shapes
+from exporter.contract import (
+    COMPONENTS,
+    DEFAULT_MAX_POSITIONS,
+    DTYPES,
+    LOGITS,
+    WEIGHT_FORMATS,
+    Unit,
+    WeightFormat,
+    check_max_positions,
+    lookup_dtype,
+    weight_shapes,
+)
 from exporter.errors import InputError
 from exporter.ledger import Ledger
 from exporter.roofline import Step, roofline
@@ -263,13 +274,19 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
         provenance = {"model": arguments.model}
         cli.say(f"weights: random, from seed {arguments.seed}; give --checkpoint for real ones")
     unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits, arguments.cache)
-    from exporter.export import ExportRequest, parts_within
+    from exporter.export import ExportRequest
+    from exporter.stored_size import parts_within
 
     if arguments.parts is not None and arguments.part_budget is not None:
         raise InputError("export: give either --parts N or --part-budget GIB")
+    weight_format = _weight_format(arguments)
     n_parts = 1 if arguments.parts is None else arguments.parts
     if arguments.part_budget is not None:
-        n_parts = parts_within(config, unit, arguments.dtype, int(arguments.part_budget * 2**30))
+        lookup_dtype(arguments.dtype)
+        if weight_format is not None:
+            weight_format.check(config)
+        positions, budget_bytes = check_max_positions(arguments.max_positions, config), int(arguments.part_budget * 2**30)
+        n_parts = parts_within(config, unit, arguments.dtype, positions, weight_format, budget_bytes)
     return ExportRequest(
         config=config,
         unit=unit,
@@ -278,7 +295,7 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
         max_positions=arguments.max_positions,
         attention_dtype=arguments.attention_dtype,
         n_parts=n_parts,
-        weight_format=_weight_format(arguments),
+        weight_format=weight_format,
         provenance=provenance,
         **extra,
     )

@@ -36,7 +36,6 @@ from exporter.quantize import is_quantized
 from exporter.trace import Fragment, Piece, trace_fragments
 
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
-QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
 
 Stored = tuple[str, tuple[str, ...], bool]  # the graph's name, canonical names of the weights (several where merged), whether transposed
 
@@ -202,11 +201,8 @@ class _Assembly:
     def _dequantized(self, name: str, weights: tuple[str, ...], shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
         """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
         if name not in self.dequantized:
-            by_block = (shape[0] // weight_format.block_size, shape[1])
-            parts = [("integers", weight_format.dtype, shape), ("scales", self.dtype, by_block)]
-            if not weight_format.symmetric:
-                parts.append(("zero_points", weight_format.dtype, by_block))
-            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weights, dtype, size, True, part)) for part, dtype, size in parts]
+            tensors = weight_format.tensors((shape[0], shape[1]), self.dtype)
+            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weights, *tensor, True, part)) for part, tensor in tensors.items()]
             blocks = {"axis": 0, "block_size": weight_format.block_size}
             node = ir.node("DequantizeLinear", inputs, blocks, name=name)
             result = node.outputs[0]

@@ -130,7 +130,7 @@ class Bundle:
             if graph in damaged or data in damaged:
                 continue
             try:
-                check_graph_form(part.graph_path, part.manifest.contract, self.manifest.largest_number, DATA_FILE)
+                check_graph_form(part.graph_path, part.manifest)
             except ValueError as error:
                 found[graph] = str(error)
             except OSError as error:  # where an export replaces the folder at this moment

@@ -79,6 +79,10 @@ def lookup_dtype(name: str) -> DType:
     return DTYPES[name]
 
 
+WEIGHT_FORMATS = ("int8", "int4", "uint8", "uint4")
+QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """How matrices are stored where it is not in the bundle's dtype: integers of few bits, with one scale a block of inputs.
@@ -112,6 +116,17 @@ class WeightFormat:
         """The least and the largest integer."""
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
+    def tensors(self, shape: tuple[int, int], dtype: str) -> dict[str, tuple[str, tuple[int, int]]]:
+        """The tensors that a weight consists of, in the order that DequantizeLinear reads them: part → dtype name and shape.
+
+        Args:
+            shape: of the weight as a graph has it, [in, out].
+            dtype: the graph's.
+        """
+        by_block = (shape[0] // self.block_size, shape[1])
+        stored = [(self.dtype, shape), (dtype, by_block), *([] if self.symmetric else [(self.dtype, by_block)])]
+        return dict(zip(QUANTIZED_PARTS, stored, strict=False))
+
     def check(self, config: ModelConfig) -> None:
         """Refuses a format that there is no kernel for, or whose blocks do not divide every matrix's inputs.
 
@@ -128,9 +143,6 @@ class WeightFormat:
             largest = math.gcd(*widths) & -math.gcd(*widths)
             fix = f"use {largest} or a smaller power of two" if largest >= 16 else "this model has no such size: export it without --weights"
             raise InputError(f"block size: got {size}, which does not divide the matrices' inputs {sorted(widths)}; {fix}")
-
-
-WEIGHT_FORMATS = ("int8", "int4", "uint8", "uint4")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from exporter import __version__
 from exporter.assemble import assemble
 from exporter.bundle import REPORT_FILE, Bundle, file_entry
 from exporter.catalogue import ModelConfig
-from exporter.contract import Bounds, Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
+from exporter.contract import Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
 from exporter.documents import to_json
 from exporter.errors import CheckFailed, InputError
 from exporter.graph_check import check_graph
@@ -26,7 +26,7 @@ from exporter.interop import genai_config
 from exporter.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest, part_folder
 from exporter.memory import available_host_bytes, peak_memory_bytes
 from exporter.placing import new_folder, scratch_folder
-from exporter.quantize import QuantizedWeights, is_quantized
+from exporter.quantize import QuantizedWeights
 from exporter.scenarios import RunLimits
 from exporter.steppers.eager import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
@@ -34,6 +34,7 @@ from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
 from exporter.store import write_graph
+from exporter.stored_size import stored_weights_bytes
 from exporter.timing import timed
 from exporter.tolerances import tolerance
 from exporter.twin import float32_twin
@@ -43,7 +44,6 @@ from exporter.weights import RoundedWeights, WeightSource
 
 log = logging.getLogger(__name__)
 
-COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 VALIDATION_COPIES = 3  # of the weights in float32: eager's, onnxruntime's, and what a control or a twin adds
 
 
@@ -77,29 +77,6 @@ class ExportRequest:
     weight_format: WeightFormat | None = None
 
 
-def parts_within(config: ModelConfig, unit: Unit, dtype: str, budget_bytes: int) -> int:
-    """The fewest parts of which each can be compiled within a budget: that takes about three times the part's weights.
-
-    Raises:
-        InputError: one layer alone needs more.
-    """
-    largest = 0
-    for n_parts in range(1, unit.n_layers + 1):
-        largest = max(COMPILE_COPIES * _part_bytes(config, unit, dtype, bounds) for bounds in part_bounds(unit.n_layers, n_parts))
-        if largest <= budget_bytes:
-            return n_parts
-    raise InputError(f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, what compiling one layer takes")
-
-
-def _part_bytes(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -> int:
-    """Weights of one part, the embedding with the first and the output head, tied or not, with the last."""
-    layers = Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])
-    parameters = sum(math.prod(shape) for shape in weight_shapes(config, layers).values())
-    if unit.kind == "model":
-        parameters += config.vocab_size * config.hidden_size * ((bounds[0] == 0) + (bounds[1] == unit.n_layers))
-    return parameters * lookup_dtype(dtype).n_bytes
-
-
 def export_bundle(
     request: ExportRequest,
     target: str | Path,
@@ -127,11 +104,12 @@ def export_bundle(
     max_positions = check_max_positions(request.max_positions, request.config)
     if request.n_parts != 1 and (request.unit.kind == "component" or request.unit.cache != "in_place"):
         raise InputError(f"parts: got {request.n_parts} for a {request.unit}, expected a stack or model with its cache in place")
-    part_bounds(request.unit.n_layers, request.n_parts)
+    parts = part_bounds(request.unit.n_layers, request.n_parts)
     if request.weight_format is not None:
         request.weight_format.check(request.config)
     started = time.perf_counter()
-    with new_folder(target, _weights_bytes(request)) as folder:
+    sizes = [stored_weights_bytes(request.config, request.unit, request.dtype, max_positions, request.weight_format, part) for part in parts]
+    with new_folder(target, sum(sizes)) as folder:
         manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
         bundle = Bundle(folder, manifest)
         report = {
@@ -148,13 +126,6 @@ def export_bundle(
         (folder / REPORT_FILE).write_text(to_json(report), encoding="utf-8")
     log.info("%s is in place, after %.2f s; peak memory %.2f GiB", target, time.perf_counter() - started, peak_memory_bytes() / 2**30)
     return Bundle(Path(target), manifest)
-
-
-def _weights_bytes(request: ExportRequest) -> int:
-    """Bytes that the weights will take at least: scales and padding come on top."""
-    width, packed = 8 * lookup_dtype(request.dtype).n_bytes, request.weight_format
-    shapes = weight_shapes(request.config, request.unit)
-    return sum(math.prod(shape) * (packed.of(name).bits if packed and is_quantized(name) else width) for name, shape in shapes.items()) // 8
 
 
 def _write_bundle(

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exporter.contract import DTYPES, ONNX_NAMES, ONNX_TYPES, OPSET, WEIGHT_FORMATS, Contract, TensorSpec, stored_bytes
+from exporter.contract import DTYPES, ONNX_NAMES, ONNX_TYPES, OPSET, QUANTIZED_PARTS, WEIGHT_FORMATS, TensorSpec, stored_bytes
+from exporter.manifest import DATA_FILE, Manifest
 from exporter.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
 
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
@@ -28,7 +29,7 @@ BYTES_PER_LAYER = 64 * 1024  # an export has about 9 kB a layer
 NODES_PER_LAYER = 128  # an export has about 35
 EDGE_LAYERS = 8  # what comes before and after the layers counts as so many
 INT64 = ONNX_TYPES["int64"]
-_ATTRIBUTE_TYPES = (1, 2, 7)  # a float, a whole number, whole numbers
+_ATTRIBUTE_FIELDS = {1: 2, 2: 3, 7: 8}  # type → the field that holds it: a float, a whole number, whole numbers
 _HELD = {INT64, *(ONNX_TYPES[name] for name in (*DTYPES, *WEIGHT_FORMATS))}  # what an initializer may be of
 
 
@@ -49,31 +50,31 @@ class _Tensor:
 
 @dataclass
 class _Node:
-    """One node: its operator, and the names that it reads and makes."""
+    """One node: what it reads and makes, and its attributes, of which only whole numbers have a value here."""
 
     operator: str = ""
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    attributes: dict[str, int | None] = field(default_factory=dict)
 
 
-def check_graph_form(path: Path, contract: Contract, largest: int, data_name: str) -> None:
+def check_graph_form(path: Path, manifest: Manifest) -> None:
     """Refuses a graph file that is not of the form that exports have; nothing but it and its data file's size is looked at.
 
     Args:
-        path: of the graph.
-        contract: inputs and outputs that it must have.
-        largest: no whole number that shapes are made of is beyond it.
-        data_name: the file beside it that its weights lie in, and the only one.
+        path: of the graph; its weights lie in the data file beside it.
+        manifest: of the bundle, or of the part that the graph is: the tensors it must have, its weight format, and the bound of all
+            whole numbers that shapes are made of.
 
     Raises:
         ValueError: says what was found.
     """
-    n_layers = len(contract.inputs) // 2 + EDGE_LAYERS
+    n_layers = len(manifest.contract.inputs) // 2 + EDGE_LAYERS
     size = path.stat().st_size
     if size > BYTES_PER_LAYER * n_layers:
         raise ValueError(f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs")
     try:
-        _Form(contract, largest, data_name, (path.parent / data_name).stat().st_size, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
+        _Form(manifest, (path.parent / DATA_FILE).stat().st_size, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
     except ValueError as error:
         raise ValueError(f"it is not a graph as an export writes it ({str(error)[:300]})") from None
 
@@ -81,9 +82,9 @@ def check_graph_form(path: Path, contract: Contract, largest: int, data_name: st
 class _Form:
     """The form, one method a message of the format; each raises ValueError with what is wrong."""
 
-    def __init__(self, contract: Contract, largest: int, data_name: str, data_bytes: int, most_nodes: int) -> None:
-        self._contract, self._largest, self._most_nodes = contract, largest, most_nodes
-        self._data_name, self._data_bytes = data_name, data_bytes
+    def __init__(self, manifest: Manifest, data_bytes: int, most_nodes: int) -> None:
+        self._manifest, self._contract, self._largest = manifest, manifest.contract, manifest.largest_number
+        self._data_bytes, self._most_nodes = data_bytes, most_nodes
 
     def model(self, data: memoryview) -> None:
         graphs, opsets = [], []
@@ -110,12 +111,45 @@ class _Form:
                 raise ValueError(f"over {self._most_nodes} nodes, weights or values, more than a graph of these inputs has")
         ends = [_decimal(tensor.external["offset"]) + tensor.n_bytes for tensor in tensors if tensor.external]
         if max(ends, default=0) != self._data_bytes:
-            raise ValueError(f"its weights end at {max(ends, default=0):,}, expected {self._data_bytes:,}, the end of {self._data_name}")
+            raise ValueError(f"its weights end at {max(ends, default=0):,}, expected {self._data_bytes:,}, the end of {DATA_FILE}")
         for what, number, specs in (("inputs", 11, self._contract.inputs), ("outputs", 12, self._contract.outputs)):
             if values[number] != list(specs):
                 raise ValueError(f"its {what} are not those of the manifest")
         self._check_numbers(nodes, tensors)
         self._wiring(nodes, [spec.name for spec in self._contract.inputs] + [tensor.name for tensor in tensors])
+        self._weights_in_integers(nodes, {tensor.name: tensor for tensor in tensors})
+
+    def _weights_in_integers(self, nodes: list[_Node], tensors: dict[str, _Tensor]) -> None:
+        """Each is made by one DequantizeLinear of tensors that nothing else reads, and there are no such tensors besides."""
+        own = {part for node in nodes if node.operator == "DequantizeLinear" for part in self._parts(node, tensors)}
+        read_elsewhere = own.intersection(name for node in nodes if node.operator != "DequantizeLinear" for name in node.inputs)
+        if read_elsewhere:
+            raise ValueError(f"{min(read_elsewhere)[:80]} is read by another node than the DequantizeLinear that it belongs to")
+        for name in tensors.keys() - own:
+            if ONNX_NAMES[tensors[name].kind] in WEIGHT_FORMATS or name.rpartition(".")[2] in QUANTIZED_PARTS:
+                raise ValueError(f"{name[:80]} is part of a weight in integers, and no DequantizeLinear reads it")
+
+    def _parts(self, node: _Node, tensors: dict[str, _Tensor]) -> list[str]:
+        """The names of the tensors that a DequantizeLinear makes a weight of: those of its own name, as the weight format has them."""
+        name, weight_format = node.outputs[0], self._manifest.weight_format
+        if weight_format is None:
+            raise ValueError(f"{name[:80]} is made of integers, and the manifest has no weight_format")
+        weight_format = weight_format.of(name)
+        integers = tensors.get(f"{name}.integers", _Tensor()).dims
+        if len(integers) != 2 or integers[0] % weight_format.block_size:
+            raise ValueError(f"{name[:80]}.integers: dims {integers[:8]}, expected a matrix of whole blocks of {weight_format.block_size}")
+        expected = {f"{name}.{part}": tensor for part, tensor in weight_format.tensors((integers[0], integers[1]), self._manifest.dtype).items()}
+        if node.inputs != list(expected) or len(node.outputs) != 1:
+            raise ValueError(f"{name[:80]} is made of {node.inputs[:4]}, expected {list(expected)}")
+        attributes = {"axis": 0, "block_size": weight_format.block_size}
+        if node.attributes != attributes:
+            raise ValueError(f"{name[:80]} is made with {node.attributes}, expected {attributes}")
+        for part, (dtype, shape) in expected.items():
+            tensor = tensors.get(part, _Tensor())
+            if (ONNX_NAMES.get(tensor.kind), tuple(tensor.dims)) != (dtype, shape) or not tensor.external:
+                got = f"{ONNX_NAMES.get(tensor.kind, 'nothing')} {tensor.dims[:8]}{'' if tensor.external else ' in the graph'}"
+                raise ValueError(f"{part[:80]}: {got}, expected {dtype} {list(shape)} in {DATA_FILE}")
+        return list(expected)
 
     def _wiring(self, nodes: list[_Node], given: list[str]) -> None:
         """Every name is made once, before it is read, so that the graph has no cycle."""
@@ -161,8 +195,8 @@ class _Form:
                 raise ValueError(f"{tensor.name[:80]}: {len(tensor.raw)} bytes, expected {tensor.n_bytes}")
             return
         where = tensor.external
-        if set(where) != {"location", "offset", "length"} or where["location"] != self._data_name:
-            raise ValueError(f"{tensor.name[:80]}: its data is at {str(where)[:200]}, expected a place in {self._data_name}")
+        if set(where) != {"location", "offset", "length"} or where["location"] != DATA_FILE:
+            raise ValueError(f"{tensor.name[:80]}: its data is at {str(where)[:200]}, expected a place in {DATA_FILE}")
         offset, length = _decimal(where["offset"]), _decimal(where["length"])
         aligned = offset % stored_bytes(ONNX_NAMES[tensor.kind], ()) == 0
         if tensor.kind == INT64 or length != tensor.n_bytes or not aligned or offset + length > self._data_bytes:
@@ -219,32 +253,44 @@ def _decimal(digits: str) -> int:
 def _node(data: memoryview) -> _Node:
     """A node, its operator and attributes checked."""
     node = _Node()
-    ends = {1: node.inputs, 2: node.outputs}
     for number, kind, value in _allowed("node", data, {1, 2, 3, 4, 5, 7}):
-        if number in ends:
-            ends[number].append(text(kind, value))
+        if number == 5:
+            name, whole_number = _attribute(_message(kind, value))
+            if name in node.attributes:
+                raise ValueError(f"the attribute {name[:80]!r} is given twice")
+            node.attributes[name] = whole_number
+            continue
+        word = text(kind, value)
+        if number in (1, 2):
+            (node.inputs if number == 1 else node.outputs).append(word)
         elif number == 4:
-            node.operator = text(kind, value)
-            if node.operator not in OPERATORS:
-                raise ValueError(f"operator {node.operator[:80]!r}, expected one that exports consist of")
-        elif number == 5:
-            _attribute(_message(kind, value))
-        elif number == 7 and text(kind, value):
-            raise ValueError(f"an operator of {text(kind, value)[:80]!r}, expected the default domain")
-        elif number == 3:
-            text(kind, value)
+            node.operator = word
+        elif number == 7 and word:
+            raise ValueError(f"an operator of {word[:80]!r}, expected the default domain")
+    if node.operator not in OPERATORS:
+        raise ValueError(f"operator {node.operator[:80]!r}, expected one that exports consist of")
     return node
 
 
-def _attribute(data: memoryview) -> None:
-    """A name and numbers; attributes that hold tensors, graphs or texts are none of ours."""
+def _attribute(data: memoryview) -> tuple[str, int | None]:
+    """A name, and the value where that is one whole number; attributes that hold tensors, graphs or texts are none of ours."""
+    name, attribute_type, whole_number, held = "", 0, None, set()
     for number, kind, value in _allowed("attribute", data, {1, 2, 3, 8, 20}):
         if number == 1:
-            text(kind, value)
-        elif number == 8:
-            list(int64s(kind, value))
-        elif kind != (FIXED32 if number == 2 else VARINT) or (number == 20 and value not in _ATTRIBUTE_TYPES):
-            raise ValueError("an attribute of another type than it says")
+            name = text(kind, value)
+        elif number == 20:
+            attribute_type = _number(kind, value)
+        else:
+            held.add(number)
+            if number == 8:
+                list(int64s(kind, value))
+            elif kind != (FIXED32 if number == 2 else VARINT):
+                raise ValueError("an attribute of another type than it says")
+            elif number == 3:
+                whole_number = _number(kind, value)
+    if attribute_type not in _ATTRIBUTE_FIELDS or not held <= {_ATTRIBUTE_FIELDS[attribute_type]}:
+        raise ValueError("an attribute of another type than it says")
+    return name, whole_number
 
 
 def _value(data: memoryview) -> TensorSpec:

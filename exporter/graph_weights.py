@@ -13,10 +13,10 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES
+from exporter.assemble import ROPE_TABLES
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import MERGED_WEIGHTS, ONNX_NAMES, WeightFormat, block_weight_shapes, weight_shapes
+from exporter.contract import MERGED_WEIGHTS, ONNX_NAMES, QUANTIZED_PARTS, WeightFormat, block_weight_shapes, weight_shapes
 from exporter.errors import BundleError
 from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.quantize import Quantized, unpack

@@ -21,9 +21,9 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
+from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.catalogue import ModelConfig
-from exporter.contract import ONNX_TYPES, WeightFormat
+from exporter.contract import ONNX_TYPES, QUANTIZED_PARTS, WeightFormat
 from exporter.errors import CheckpointError
 from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.quantize import pack, quantize

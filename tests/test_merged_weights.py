@@ -12,6 +12,7 @@ from onnx import numpy_helper
 
 from exporter.contract import MERGED_WEIGHTS, Unit, block_weight_shapes, weight_shapes
 from exporter.errors import BundleError
+from exporter.graph_form import check_graph_form
 from exporter.graph_weights import GraphWeights, bundle_weights
 from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.weights import RandomWeights
@@ -56,3 +57,17 @@ def test_a_merged_matrix_of_another_width_is_refused(tiny_bundle, heads):
     other = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=config))
     with pytest.raises(BundleError, match=r"attention\.\w_proj\.weight has shape \("):
         bundle_weights(other)
+
+
+def test_the_widths_of_a_split_are_no_shape_unless_something_else_reads_them(tiny_bundle, tmp_path):
+    """What a stranger's graph may ask for is bounded by what its whole numbers multiply to; the widths of a Split do not multiply."""
+    bundle = tiny_bundle("block", "fp32")
+    (tmp_path / DATA_FILE).write_bytes((bundle.folder / DATA_FILE).read_bytes())
+    model = onnx.load(bundle.graph_path, load_external_data=False)
+    widths = next(node.input[1] for node in model.graph.node if node.op_type == "Split")
+    onnx.save(model, tmp_path / GRAPH_FILE)
+    check_graph_form(tmp_path / GRAPH_FILE, bundle.manifest)
+    next(node for node in model.graph.node if node.op_type == "Reshape").input[1] = widths
+    onnx.save(model, tmp_path / GRAPH_FILE)
+    with pytest.raises(ValueError, match=r"numbers \[64, 32, 32\], expected none beyond"):
+        check_graph_form(tmp_path / GRAPH_FILE, bundle.manifest)

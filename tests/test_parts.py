@@ -21,11 +21,12 @@ from exporter.__main__ import main as exporter_main
 from exporter.bundle import Bundle
 from exporter.contract import Unit, graph_contract, part_bounds
 from exporter.errors import BundleError, InputError
-from exporter.export import ExportRequest, export_bundle, parts_within, validate_bundle
+from exporter.export import ExportRequest, export_bundle, validate_bundle
 from exporter.graph_weights import GraphWeights, bundle_weights
 from exporter.manifest import MANIFEST_FILE
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import PartsStepper
+from exporter.stored_size import parts_within
 from exporter.weights import RandomWeights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
@@ -242,11 +243,11 @@ def test_a_budget_makes_as_few_parts_as_fit(capsys, tmp_path):
 
     config = CATALOGUE["llama3-8b"]
     unit = Unit.parse("model", config)
-    assert parts_within(config, unit, "fp16", 60 << 30) == 1
-    counts = [parts_within(config, unit, "fp16", gib << 30) for gib in (24, 14, 8)]
+    assert parts_within(config, unit, "fp16", 8192, None, 60 << 30) == 1
+    counts = [parts_within(config, unit, "fp16", 8192, None, gib << 30) for gib in (24, 14, 8)]
     assert counts == sorted(counts) and counts[0] >= 2
     with pytest.raises(InputError, match="what compiling one layer takes"):
-        parts_within(config, unit, "fp16", 1 << 30)
+        parts_within(config, unit, "fp16", 8192, None, 1 << 30)
     base = ["export", "--model", "smollm2-135m", "--no-validate", "-o", str(tmp_path / "x")]
     for arguments, word in (
         (["--unit", "model", "--parts", "0"], "expected 1 to 30"), (["--unit", "model", "--parts", "31"], "expected 1 to 30"),
