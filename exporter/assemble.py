@@ -35,7 +35,6 @@ from exporter.quantize import is_quantized
 from exporter.trace import Fragment, Piece, trace_fragments
 
 ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
-QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class StoredTensor:
         dtype: dtype name it is stored in.
         shape: as stored; transposed says that this is the weight's shape reversed.
         transposed: the graph stores block projections [in, out]; the weight is [out, in].
-        part: which tensor of a weight stored in integers it is, one of `QUANTIZED_PARTS`; "" where it is the weight itself.
+        part: which tensor of a weight stored in integers it is, one of `contract.QUANTIZED_PARTS`; "" where it is the weight itself.
     """
 
     name: str
@@ -203,11 +202,9 @@ class _Assembly:
     def _dequantized(self, name: str, weight: str, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
         """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
         if name not in self.dequantized:
-            by_block = (shape[0] // weight_format.block_size, shape[1])
-            parts = [("integers", weight_format.dtype, shape), ("scales", self.dtype, by_block)]
-            if not weight_format.symmetric:
-                parts.append(("zero_points", weight_format.dtype, by_block))
-            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weight, dtype, size, True, part)) for part, dtype, size in parts]
+            assert len(shape) == 2, "weights in integers are matrices"
+            parts = weight_format.tensors(shape, self.dtype).items()
+            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weight, dtype, size, True, part)) for part, (dtype, size) in parts]
             blocks = {"axis": 0, "block_size": weight_format.block_size}
             node = ir.node("DequantizeLinear", inputs, blocks, name=name)
             result = node.outputs[0]

@@ -23,10 +23,10 @@ import torch
 from onnx import TensorProto
 from torch import Tensor
 
-from exporter.assemble import QUANTIZED_PARTS, ROPE_TABLES, AssembledGraph, StoredTensor
+from exporter.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
 from exporter.bundle import Bundle
 from exporter.catalogue import ModelConfig
-from exporter.contract import ONNX_NAMES, ONNX_TYPES, WeightFormat, weight_shapes
+from exporter.contract import ONNX_NAMES, ONNX_TYPES, QUANTIZED_PARTS, WeightFormat, weight_shapes
 from exporter.errors import BundleError, CheckpointError
 from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.quantize import Quantized, pack, quantize, unpack
