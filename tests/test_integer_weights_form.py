@@ -19,7 +19,7 @@ from exporter.weights import RandomWeights
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.planted_faults import doctored, node_of
 
-UP, HEAD = "blocks.0.mlp.up_proj.weight", "lm_head.weight"
+UP, HEAD = "blocks.0.mlp.gate_up_proj.weight", "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -69,16 +69,16 @@ CHANGES = {
     "axis twice": (lambda m: node_of(m, UP).attribute.append(helper.make_attribute("axis", 0)), "the attribute 'axis' is given twice"),
     "another dtype": (lambda m: node_of(m, UP).attribute.append(helper.make_attribute("output_dtype", 1)), f"{UP} is made with"),
     "no zero points": (lambda m: node_of(m, UP).input.pop(), f"{UP} is made of"),
-    "others' scales": (lambda m: node_of(m, UP).input.__setitem__(1, f"{UP.replace('up', 'gate')}.scales"), f"{UP} is made of"),
+    "others' scales": (lambda m: node_of(m, UP).input.__setitem__(1, f"{UP.replace('gate_up', 'down')}.scales"), f"{UP} is made of"),
     "of another name": (give_to_a_stranger, "stranger.integers: dims []"),
-    "not whole blocks": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [48, 128]), f"{UP}.integers: dims [48, 128]"),
-    "a vector": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [64 * 96]), f"{UP}.integers: dims [6144]"),
-    "scales turned": (lambda m: tensor(m, "scales").dims.__setitem__(slice(None), [96, 2]), f"{UP}.scales: fp16 [96, 2], expected fp16 [2, 96]"),
+    "not whole blocks": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [48, 256]), f"{UP}.integers: dims [48, 256]"),
+    "a vector": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [64 * 192]), f"{UP}.integers: dims [12288]"),
+    "scales turned": (lambda m: tensor(m, "scales").dims.__setitem__(slice(None), [192, 2]), f"{UP}.scales: fp16 [192, 2], expected fp16 [2, 192]"),
     "scales of another dtype": (lambda m: setattr(tensor(m, "scales"), "data_type", 16), f"{UP}.scales: bf16"),
-    "signed": (lambda m: setattr(tensor(m, "integers"), "data_type", TensorProto.INT4), f"{UP}.integers: int4 [64, 96], expected uint4"),
+    "signed": (lambda m: setattr(tensor(m, "integers"), "data_type", TensorProto.INT4), f"{UP}.integers: int4 [64, 192], expected uint4"),
     "zero points signed": (lambda m: setattr(tensor(m, "zero_points"), "data_type", TensorProto.INT4), f"{UP}.zero_points: int4"),
     "head signed": (lambda m: setattr(tensor(m, "integers", HEAD), "data_type", TensorProto.INT8), f"{HEAD}.integers: int8 [64, 101]"),
-    "in the graph": (in_the_graph, f"{UP}.scales: fp16 [2, 96] in the graph, expected fp16"),
+    "in the graph": (in_the_graph, f"{UP}.scales: fp16 [2, 192] in the graph, expected fp16"),
     "another reader": (lambda m: m.graph.node.append(helper.make_node("Cast", [f"{UP}.integers"], ["leak"], to=1)), f"{UP}.integers is read by"),
     "another reader of scales": (lambda m: m.graph.node.append(helper.make_node("Shape", [f"{UP}.scales"], ["leak"])), f"{UP}.scales is read by"),
     "nobody reads integers": (lambda m: m.graph.initializer.append(TensorProto(name="x", data_type=3, dims=[1], raw_data=b"1")), "x is part of"),
@@ -100,7 +100,7 @@ def test_a_lie_about_weights_in_integers_is_refused_by_name_at_opening_and_by_ve
     ("changed", "said"),
     [
         (None, "is made of integers, and the manifest has no weight_format"),
-        ({"dtype": "uint8", "block_size": 32}, ".integers: uint4 [64, 64], expected uint8 [64, 64]"),
+        ({"dtype": "uint8", "block_size": 32}, ".integers: uint4 [64, 128], expected uint8 [64, 128]"),
         ({"dtype": "int4", "block_size": 32}, "is made of"),
         ({"dtype": "uint4", "block_size": 16}, "is made with {'axis': 0, 'block_size': 32}"),
     ],
