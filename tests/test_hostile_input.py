@@ -44,7 +44,7 @@ SECRET = "what nobody may repeat"
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("originals")
-    make_originals(folder, ("block", "model"))
+    make_originals(folder, ("block", "model", "int8", "uint4"))
     return folder
 
 
