@@ -340,6 +340,23 @@ def test_a_text_that_is_not_utf8_in_any_onnx_file_is_refused(bundle):
         load_source(path)
 
 
+@pytest.mark.parametrize("domain", ["", "own"])
+def test_functions_that_lead_back_to_themselves_never_reach_the_parser(bundle, domain):
+    """TensorRT's parser unfolded them until the process died."""
+    path = bundle / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    imports = [*model.opset_import, *([helper.make_opsetid(domain, 1)] if domain else [])]
+    for name, called in (("First", "Second"), ("Second", "First")):
+        body = [helper.make_node(called, ["a"], ["b"], domain=domain)]
+        model.functions.append(helper.make_function(domain, name, ["a"], ["b"], body, imports))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match=r"its function '(First|Second)' calls itself"):
+        load_source(path)
+    model.functions[1].node[0].CopyFrom(helper.make_node("Relu", ["a"], ["b"]))
+    path.write_bytes(model.SerializeToString())
+    assert len(load_source(path).functions) == 2
+
+
 @pytest.mark.parametrize("value", ["-1", "1e3", "", "9" * 5000, "١"])
 def test_the_place_of_a_weight_in_any_onnx_file_is_a_whole_number(bundle, value):
     change_graph(bundle, lambda model: set_place(model, "offset", value))
