@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import graphlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import onnx
@@ -26,7 +27,7 @@ def load_source(path: Path) -> onnx.ModelProto:
     """Reads an ONNX file without its external data, and checks that the data it refers to is there.
 
     Raises:
-        BundleError: the file is missing or damaged, or external data is missing, too short or outside the file's folder.
+        BundleError: the file is missing or damaged, a function calls itself, or external data is missing, too short or outside the file's folder.
     """
     if not path.is_file() or not is_text(path):
         raise BundleError(f"{path}: no such file, or a path that is not valid UTF-8")
@@ -48,7 +49,34 @@ def load_source(path: Path) -> onnx.ModelProto:
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             _check_external(path, tensor)
+    _check_functions(path, model)
     return model
+
+
+def _check_functions(path: Path, model: onnx.ModelProto) -> None:
+    """Refuses functions that lead back to themselves: ONNX has no such, and TensorRT's parser unfolds them until its stack is full.
+
+    Raises:
+        BundleError: names one.
+    """
+    calls = {_key(each.domain, each.name): {_key(node.domain, node.op_type) for node in _nodes(each.node)} for each in model.functions}
+    try:
+        graphlib.TopologicalSorter(calls).prepare()
+    except graphlib.CycleError as error:
+        raise BundleError(f"{path}: its function {short(error.args[1][0][1])} calls itself, which ONNX does not allow; the file is damaged") from None
+
+
+def _key(domain: str, name: str) -> tuple[str, str]:
+    return ("" if domain == "ai.onnx" else domain, name)
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """The nodes and those in their subgraphs."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _nodes(graph.node)
 
 
 def _tensors(message: Message) -> Iterator[onnx.TensorProto]:

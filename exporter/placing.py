@@ -23,6 +23,8 @@ from exporter.errors import InputError
 from exporter.foreign_files import sync, take_along, take_latecomers
 from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason
 
+SCRATCH = "blockline"  # what the temporary folder's are called
+
 # --- temporaries ---------------------------------------------------------------------------------------------------------
 
 
@@ -34,10 +36,8 @@ def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
     Raises:
         OSError: `parent` cannot be written.
     """
-    prefix = f".{name}.partial-"
-    for leftover in parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError), _lock_of(leftover):
-            _remove(leftover)
+    _remove_leftovers(parent, name)
+    prefix = _prefix(name)
     while True:  # until another run has not taken it for a leftover before it was locked
         if folder:
             path = tempfile.mkdtemp(prefix=prefix, dir=parent)
@@ -52,6 +52,25 @@ def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
             os.chmod(path, 0o755 if folder else 0o644)
             return Path(path), lock
         os.close(lock)
+
+
+def clear_up(target: str | Path) -> None:
+    """Removes what killed runs left beside `target` and in the temporary folder: for a run that finds its work done already."""
+    target = Path(os.path.realpath(target))
+    with contextlib.suppress(OSError):  # one that may not write there has nothing of its own there
+        _restore(target)
+    _remove_leftovers(target.parent, target.name)
+    _remove_leftovers(Path(tempfile.gettempdir()), SCRATCH)
+
+
+def _remove_leftovers(parent: Path, name: str) -> None:
+    for leftover in parent.glob(f"{glob.escape(_prefix(name))}*"):
+        with contextlib.suppress(OSError), _lock_of(leftover):
+            _remove(leftover)
+
+
+def _prefix(name: str) -> str:
+    return f".{name}.partial-"
 
 
 @contextlib.contextmanager
@@ -146,7 +165,7 @@ def scratch_folder() -> Iterator[Path]:
         InputError: there is none that can be written, or it is full.
     """
     try:
-        path, lock = claim(Path(tempfile.gettempdir()), "blockline", folder=True)
+        path, lock = claim(Path(tempfile.gettempdir()), SCRATCH, folder=True)
     except OSError as error:
         raise InputError(f"temporary folder: {error.strerror or error}; set TMPDIR to one that can be written") from None
     free = free_bytes(path)

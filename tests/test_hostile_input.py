@@ -44,7 +44,7 @@ SECRET = "what nobody may repeat"
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("originals")
-    make_originals(folder, ("block", "model"))
+    make_originals(folder, ("block", "model", "int8", "uint4"))
     return folder
 
 
@@ -338,6 +338,23 @@ def test_a_text_that_is_not_utf8_in_any_onnx_file_is_refused(bundle):
     path.write_bytes(path.read_bytes().replace(b"model.onnx.data", b"model.onnx\xff\xffata", 1))
     with pytest.raises(BundleError, match="value is no text"):
         load_source(path)
+
+
+@pytest.mark.parametrize("domain", ["", "own"])
+def test_functions_that_lead_back_to_themselves_never_reach_the_parser(bundle, domain):
+    """TensorRT's parser unfolded them until the process died."""
+    path = bundle / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    imports = [*model.opset_import, *([helper.make_opsetid(domain, 1)] if domain else [])]
+    for name, called in (("First", "Second"), ("Second", "First")):
+        body = [helper.make_node(called, ["a"], ["b"], domain=domain)]
+        model.functions.append(helper.make_function(domain, name, ["a"], ["b"], body, imports))
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BundleError, match=r"its function '(First|Second)' calls itself"):
+        load_source(path)
+    model.functions[1].node[0].CopyFrom(helper.make_node("Relu", ["a"], ["b"]))
+    path.write_bytes(model.SerializeToString())
+    assert len(load_source(path).functions) == 2
 
 
 @pytest.mark.parametrize("value", ["-1", "1e3", "", "9" * 5000, "١"])

@@ -13,10 +13,11 @@ import pytest
 
 import exporter.export
 import exporter.placing
+from benchmarks.campaigns.checkpoint_trial import CheckpointSite
 from benchmarks.campaigns.children import fork, run_in_child
 from benchmarks.campaigns.kills import kill_at_every_call, kill_at_random
 from benchmarks.campaigns.races import EXPORT_NEW, EXPORT_OLD, VALIDATE, race, race_readers
-from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, Site
+from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, BundleSite
 from exporter.catalogue import CATALOGUE
 from exporter.errors import BundleError
 from exporter.placing import changing, new_folder, write_report
@@ -29,7 +30,7 @@ OVER_NOTHING, OVER_A_BUNDLE = COMMANDS[0], COMMANDS[1]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    yield Site(tmp_path_factory.mktemp("campaign"), engine=False)
+    yield BundleSite(tmp_path_factory.mktemp("campaign"), engine=False)
     del CATALOGUE[MODEL]
 
 
@@ -40,6 +41,13 @@ def test_a_kill_before_any_call_of_placing_or_at_a_random_moment_loses_nothing(s
     seen = kill_at_every_call(site, command, only=range(1, 60, 6))
     assert seen["losses"] == []
     assert len(seen["states"]) >= 2
+
+
+def test_an_import_killed_right_after_its_last_rename_leaves_nothing_that_the_next_one_does_not_clear_up(tmp_path):
+    site = CheckpointSite(tmp_path)
+    seen = kill_at_every_call(site, site.commands[0], only=range(20, 29, 4))
+    assert seen["losses"] == []
+    assert "in place" in seen["states"]
 
 
 def in_two_steps(first: Path, second: Path) -> None:
@@ -59,7 +67,7 @@ def test_the_campaign_sees_files_of_others_that_are_lost(site, monkeypatch):
     monkeypatch.setattr(exporter.placing, "take_latecomers", lambda old, new: None)
     losses = kill_at_every_call(site, OVER_A_BUNDLE, only=range(10, 20, 5))["losses"]
     for name in FOREIGN:
-        assert any(loss.endswith(f"{name} is gone") for loss in losses) == name.startswith("bundle/"), losses
+        assert any(loss.endswith(f"{name} is gone") for loss in losses) == name.startswith("target/"), losses
 
 
 def test_two_exports_and_an_export_and_a_validation_at_once_end_in_one_whole_bundle(site):
@@ -84,10 +92,10 @@ def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, num
     def body() -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
         exporter.export.validate_bundle = lambda *_, **__: time.sleep(60)  # else a slow parent finds the export done
-        return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.bundle))
+        return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.target))
 
     child = fork(body)
-    while not list(site.folder.glob(".bundle.partial-*/model.onnx")):
+    while not list(site.folder.glob(".target.partial-*/model.onnx")):
         time.sleep(0.001)
     os.kill(child, number)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number

@@ -1,10 +1,10 @@
-"""Kills export, build and validate at random moments and before every single file-system call, and looks at what is left.
+"""Kills export, validate, build and import at random moments and before every single file-system call, and looks at what is left.
 
     python -m benchmarks.campaigns.kills [--kills 200] [--seed 0]
 
-After each kill the bundle must be the old or the new one, whole, by every checksum; after the next run nothing may lie about;
-other people's files must be as they were. Children are forked from a process that has done its imports and traced once, so that a
-kill falls into the command's own work.
+After each kill the bundle must be the old or the new one, whole, by every checksum, and a checkpoint all there or not at all; after
+the next run nothing may lie about; other people's files must be as they were. Children are forked from a process that has done its
+imports and traced once, so that a kill falls into the command's own work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import time
 from pathlib import Path
 
 import exporter.placing
+from benchmarks.campaigns.checkpoint_trial import CheckpointSite
 from benchmarks.campaigns.children import fork, run_in_child
-from benchmarks.campaigns.trials import COMMANDS, Command, Site, warm_up
+from benchmarks.campaigns.trials import COMMANDS, BundleSite, Command, Site, warm_up
 from benchmarks.machine import machine, stamp
 
 RECORD = Path(__file__).parent.parent / "records" / "kills.json"
@@ -37,7 +38,7 @@ def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Rando
     for _ in range(3):
         site.reset(command)
         started = time.perf_counter()
-        if run_in_child(lambda: command.main(command.line(site.bundle))) != 0:
+        if run_in_child(lambda: command.main(command.line(site.target))) != 0:
             raise RuntimeError(f"{command.name}: it fails without being killed")
         durations.append(time.perf_counter() - started)
     usual = statistics.median(durations)
@@ -46,7 +47,7 @@ def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Rando
     n = 0
     while n < n_kills:
         site.reset(command)
-        child = fork(lambda: command.main(command.line(site.bundle)))
+        child = fork(lambda: command.main(command.line(site.target)))
         delay = usual * 1.1 * (n + rng.random()) / n_kills  # one in each n-th of the duration
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
@@ -62,7 +63,7 @@ def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Rando
 def after(site: Site, command: Command) -> list[str]:
     """What is wrong after a kill, and then after the next run, which must end well and clear up."""
     losses = site.losses(command)
-    code = run_in_child(lambda: command.main(command.line(site.bundle)))
+    code = run_in_child(lambda: command.main(command.line(site.target)))
     if code != 0:
         return [*losses, f"the next run exits {code}"]
     return losses + [f"after the next run: {loss}" for loss in site.losses(command)] + [f"left lying about: {name}" for name in site.strays(command)]
@@ -74,7 +75,7 @@ def kill_at_every_call(site: Site, command: Command, only: range | None = None) 
     losses: list[str] = []
     for n in only or itertools.count(1):
         site.reset(command)
-        code = run_in_child(lambda n=n: _killed_before(n, site.folder, command, site.bundle))
+        code = run_in_child(lambda n=n: _killed_before(n, site.folder, command, site.target))
         if code == 0:
             break
         if code != -signal.SIGKILL:
@@ -85,7 +86,7 @@ def kill_at_every_call(site: Site, command: Command, only: range | None = None) 
     return {"kills": sum(states.values()), "states": dict(states.most_common()), "losses": losses}
 
 
-def _killed_before(n: int, root: Path, command: Command, bundle: Path) -> int:
+def _killed_before(n: int, root: Path, command: Command, target: Path) -> int:
     """Runs the command and dies before its n-th call that changes, syncs or locks something below `root`."""
     calls, inside = itertools.count(1), os.path.realpath(root)
 
@@ -112,7 +113,12 @@ def _killed_before(n: int, root: Path, command: Command, bundle: Path) -> int:
     os.fsync = counted(os.fsync, lambda descriptor: descriptor)  # neither has an audit event
     exporter.placing._exchange = counted(exporter.placing._exchange, lambda first, second: first)
     sys.addaudithook(hook)
-    return command.main(command.line(bundle))
+    return command.main(command.line(target))
+
+
+def is_build(command: Command) -> bool:
+    """Whether it takes many times as long as the others: such come last and are killed half as often."""
+    return command.name.startswith("build")
 
 
 def main() -> int:
@@ -121,11 +127,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default 0)")
     arguments = parser.parse_args()
     rng, record = random.Random(arguments.seed), {**stamp(), "machine": machine(), "seed": arguments.seed}
-    shares = {command.name: 1 if command.name.startswith("build") else 2 for command in COMMANDS}  # a build takes the longest
     with tempfile.TemporaryDirectory() as root:
         record |= {"backend": warm_up(), "kills": 0, "n_losses": 0, "commands": {}}
-        site = Site(Path(root))
-        for command in COMMANDS:
+        bundles, checkpoints = BundleSite(Path(root)), CheckpointSite(Path(root))
+        trials = [(bundles, command) for command in COMMANDS] + [(checkpoints, command) for command in checkpoints.commands]
+        trials.sort(key=lambda trial: is_build(trial[1]))
+        shares = {command.name: 1 if is_build(command) else 2 for _, command in trials}
+        for site, command in trials:
             started = time.perf_counter()
             runs = {
                 "at random moments": kill_at_random(site, command, -(-arguments.kills * shares[command.name] // sum(shares.values())), rng),

@@ -21,7 +21,7 @@ import numpy as np
 
 import exporter.__main__
 from benchmarks.campaigns.children import fork
-from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, Command, Site, export_command, warm_up
+from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, BundleSite, Command, Site, export_command, warm_up
 from benchmarks.machine import machine, stamp
 from exporter.errors import BundleError
 from exporter.placing import new_folder
@@ -42,7 +42,7 @@ def race(site: Site, first: Command, second: Command, n_rounds: int, rng: random
         site.reset(first)
         children = []
         for command in (first, second):
-            children.append(fork(lambda command=command: command.main(command.line(site.bundle))))
+            children.append(fork(lambda command=command: command.main(command.line(site.target))))
             time.sleep(rng.uniform(0, 0.2))
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         endings[" and ".join(ENDINGS.get(code, f"exit {code}") for code in codes)] += 1
@@ -108,7 +108,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rng, record = random.Random(arguments.seed), {**stamp(), "machine": machine(), "seed": arguments.seed, "backend": warm_up()}
     with tempfile.TemporaryDirectory() as root:
-        site = Site(Path(root))
+        site = BundleSite(Path(root))
         races = {"readers": race_readers(Path(root), 10 * arguments.rounds)}
         for first, second in PAIRS:
             races[f"{first.name} | {second.name}"] = race(site, first, second, arguments.rounds, rng)

@@ -2,6 +2,8 @@
 
 python -m benchmarks.campaigns.soak [--minutes N] [--opens N] [--seed N]      writes benchmarks/records/soak.json
 
+With 0 minutes or 0 opens that part of the record stays as it is: each has the code's version that it ran over.
+
 Sequences join (new, forked, imported), decode in one batch with the others, are exported, cancelled and released. Steps fail before,
 within and after the backend's work, give outputs that are not finite, and are interrupted anywhere in the session's own code. Every
 sequence's outputs are held against the eager definition over all of its tokens.
@@ -28,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.campaigns.faults import ERRORS, PLACES, FaultyBackend, interrupt
+from benchmarks.campaigns.openings import held, open_and_close
 from benchmarks.machine import machine, stamp
 from benchmarks.serving import TINY, export
 from exporter.bundle import Bundle
@@ -44,11 +47,6 @@ MAX_BATCH, CAPACITY, CLIENTS = 6, 64, 8  # more clients than rows: some find all
 TOLERANCE = 1e-4  # absolute, of float32 logits and hidden states near 1 in size
 PATIENCE_S = 120  # without a step until it is taken for a deadlock
 N_SAMPLES = 20  # of memory, over a run
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is resident now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
@@ -314,15 +312,6 @@ class Server:
 # --- what a process holds ----------------------------------------------------------------------------------------------
 
 
-def held() -> dict[str, int]:
-    """Open files, threads and resident bytes of this process."""
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "resident_bytes": resident_bytes(),
-    }
-
-
 def slope_per_hour(samples: list[tuple[float, int]]) -> float:
     """Bytes an hour of (seconds, bytes), by least squares over the second half, when caches and arenas are warm."""
     seconds, values = np.array(samples[len(samples) // 2 :], float).T
@@ -338,7 +327,7 @@ def serve_for(bundle: Bundle, seconds: float, seed: int) -> dict:
         def watch() -> None:
             elapsed = time.perf_counter() - started
             if elapsed >= seconds * len(samples) / N_SAMPLES:
-                samples.append((elapsed, resident_bytes()))
+                samples.append((elapsed, held()["resident_bytes"]))
 
         server.run(lambda _: time.perf_counter() - started < seconds, watch)
         elapsed = time.perf_counter() - started
@@ -355,40 +344,24 @@ def serve_for(bundle: Bundle, seconds: float, seed: int) -> dict:
     }
 
 
-def open_and_close(bundle: Bundle, times: int) -> dict:
-    """Opens and closes sessions, every other one by an exception inside of it; returns what is held at each tenth."""
-    tenths = []
-    for number in range(1, times + 1):
-        try:
-            with DecodeSession.open(bundle.folder, "onnxruntime", max_batch=2, cache_capacity=CAPACITY) as session:
-                session.step({session.acquire(): [1, 2, 3]})
-                if number % 2:
-                    raise ZeroDivisionError
-        except ZeroDivisionError:
-            pass
-        if number % max(times // 10, 1) == 0:
-            tenths.append(held())
-    return {"times": times, "held_each_tenth": tenths}
-
-
 def main() -> None:
     """Soaks a model and a stack, opens and closes sessions, prints and writes the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.campaigns.soak")
     parser.add_argument("--minutes", type=float, default=10, help="of serving, shared by a model and a stack (default: %(default)s)")
-    parser.add_argument("--opens", type=int, default=2000, help="sessions to open and close (default: %(default)s)")
+    parser.add_argument("--opens", type=int, default=3000, help="sessions to open and close (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
     arguments = parser.parse_args()
     faulthandler.enable()
-    of_the_code = stamp()  # before the run, in which the working tree may change
+    of_the_code = {**stamp(), "machine": machine(), "load_average_before": os.getloadavg()[0]}  # before the run, in which the tree may change
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         model, stack = export("model", Path(scratch)), export("stack", Path(scratch))
-        load_average = os.getloadavg()[0]
-        served = [serve_for(bundle, arguments.minutes * 60 * share, arguments.seed) for bundle, share in ((model, 0.7), (stack, 0.3))]
-        opened = open_and_close(model, arguments.opens)
-    record = {
-        **of_the_code, "machine": machine(), "load_average_before": load_average, "seed": arguments.seed,
-        "clients": CLIENTS, "max_batch": MAX_BATCH, "cache_capacity": CAPACITY, "tolerance": TOLERANCE, "serving": served, "opening": opened,
-    }  # fmt: skip
+        if arguments.minutes:
+            served = [serve_for(bundle, arguments.minutes * 60 * share, arguments.seed) for bundle, share in ((model, 0.7), (stack, 0.3))]
+            sizes = {"clients": CLIENTS, "max_batch": MAX_BATCH, "cache_capacity": CAPACITY, "tolerance": TOLERANCE}
+            record["serving"] = {**of_the_code, "seed": arguments.seed, **sizes, "sessions": served}
+        if arguments.opens:
+            record["opening"] = {**of_the_code, **open_and_close([model, stack], arguments.opens, Path(scratch))}
     print(json.dumps(record, indent=1))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

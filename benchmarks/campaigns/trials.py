@@ -1,4 +1,4 @@
-"""What a campaign of faults is made of: a folder with an old bundle and other people's files, commands run in forked children, and a judge."""
+"""What a campaign of faults is made of: a folder with other people's files, commands run in forked children in it, and a judge of what is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exporter.errors import InputError
 MODEL = "tiny"
 TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=64)
 OLD_SEED, NEW_SEED = 0, 1  # same sizes, so that only checksums tell a mixture
-FOREIGN = {"bundle/notes.txt": "mine", "bundle/results/deep/table.csv": "a,b", "neighbour.txt": "beside", ".other.partial-x/half": "another run's"}
+FOREIGN = {"target/notes.txt": "mine", "target/results/deep/table.csv": "a,b", "neighbour.txt": "beside", ".other.partial-x/half": "another run's"}
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class Command:
     Attributes:
         name: in words.
         main: the command's entry.
-        arguments: its own, without the place of the bundle.
-        place: the option that the bundle's folder follows, "" where it is the first argument.
-        over_bundle: whether an old bundle is there before it.
-        engine: whether that has an engine.
+        arguments: its own, without the place of its target.
+        place: the option that the target's folder follows, "" where it is the first argument.
+        over_folder: whether the target is there before it: an old bundle or, for a checkpoint, a folder of other people's files.
+        engine: whether an old bundle has an engine.
     """
 
     name: str
     main: Callable[[list[str]], int]
     arguments: tuple[str, ...]
     place: str = ""
-    over_bundle: bool = True
+    over_folder: bool = True
     engine: bool = False
 
     def line(self, folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def export_command(name: str, seed: int, **where: bool) -> Command:
 
 _BUILD = ("build", "--backend", "tensorrt-rtx", "--cache-capacity", "32", "--max-seq-len", "8", "--max-batch", "1")
 COMMANDS = (
-    export_command("export over nothing", NEW_SEED, over_bundle=False),
+    export_command("export over nothing", NEW_SEED, over_folder=False),
     export_command("export over a bundle", NEW_SEED, engine=True),
     Command("validate", exporter.__main__.main, ("validate",), engine=True),
     Command("build, a first engine", engines.__main__.main, _BUILD),
@@ -67,56 +67,100 @@ class Site:
     """A folder to run commands in, made anew for each trial, with what it must look like afterwards.
 
     Attributes:
-        folder: where the bundle and its neighbours lie.
-        bundle: the bundle's folder, which may not exist.
+        folder: where the target and its neighbours lie.
+        target: what a command makes or changes, which may not exist.
+        own: names in `folder` that are neither the target nor other people's.
     """
 
-    def __init__(self, root: Path, engine: bool = True) -> None:
-        """Makes both bundles below `root`; without `engine` no command finds an engine in the old one, which saves a build."""
-        CATALOGUE[MODEL] = TINY
-        self._engine = engine
-        self.folder = root / "site"
-        self.bundle = self.folder / "bundle"
-        self._templates: dict[bool, Path] = {}
-        self._root = root
-        for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children are forked from a warmed-up one
-            exporter.__main__.main(export_command("", seed).line(root / f"seed{seed}"))
-        self.old, self.new = (Bundle.open(root / f"seed{seed}").manifest for seed in (OLD_SEED, NEW_SEED))
-        self._template(engine=False)
+    kind = "folder"
+    own: frozenset[str] = frozenset()
 
-    def _template(self, engine: bool) -> Path:
-        if engine not in self._templates:
-            template = self._root / ("template with an engine" if engine else "template")
-            shutil.copytree(self._root / f"seed{OLD_SEED}", template / "bundle")
-            if engine and run_in_child(lambda: engines.__main__.main(COMMANDS[-1].line(template / "bundle"))) != 0:
-                raise RuntimeError("the build for the campaign failed")
-            for name, text in FOREIGN.items():
-                (template / name).parent.mkdir(parents=True, exist_ok=True)
-                (template / name).write_text(text)
-            self._templates[engine] = template
-        return self._templates[engine]
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.folder = root / "site"
+        self.target = self.folder / "target"
+
+    def template(self, command: Command) -> Path:
+        """The folder as it is before a command that finds its target there."""
+        raise NotImplementedError
+
+    def target_losses(self) -> list[str]:
+        """What is wrong with a target that is there."""
+        raise NotImplementedError
+
+    def target_files(self) -> set[str]:
+        """Names that the target has after a run that ended well, without other people's."""
+        raise NotImplementedError
+
+    def state(self) -> str:
+        """How far a run had come, by the files that are there."""
+        raise NotImplementedError
 
     def reset(self, command: Command) -> None:
         """Puts everything back to how it is before the command."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(self._template(command.engine and self._engine), self.folder)
-        if not command.over_bundle:
-            shutil.rmtree(self.bundle)
+        shutil.copytree(self.template(command), self.folder)
+        if not command.over_folder:
+            shutil.rmtree(self.target)
 
     def losses(self, command: Command) -> list[str]:
-        """What is wrong after a fault: a mixture, a damaged file, a bundle gone, a file of somebody else's gone or changed."""
+        """What is wrong after a fault: a mixture, a damaged file, a target gone, a file of somebody else's gone or changed."""
         found = []
         for name, text in FOREIGN.items():
             path = self.folder / name
-            if not name.startswith("bundle/") or command.over_bundle:
+            if not name.startswith("target/") or command.over_folder:
                 if not path.is_file():
                     found.append(f"{name} is gone")
                 elif path.read_text() != text:
                     found.append(f"{name} was changed")
-        if not self.bundle.exists():
-            return [*found, "the bundle is gone"] if command.over_bundle else found
+        if not self.target.exists():
+            return [*found, f"the {self.kind} is gone"] if command.over_folder else found
+        return found + self.target_losses()
+
+    def strays(self, command: Command) -> list[str]:
+        """Files that are there after a run that ended well and should not be."""
+        expected = {"target"} | self.own | {name.partition("/")[0] for name in FOREIGN}
+        found = [path.name for path in self.folder.iterdir() if path.name not in expected]
+        inside = self.target_files() | ({"notes.txt", "results"} if command.over_folder else set())
+        return found + [f"target/{path.name}" for path in self.target.iterdir() if path.name not in inside]
+
+
+def add_foreign_files(folder: Path) -> None:
+    for name, text in FOREIGN.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+class BundleSite(Site):
+    """A site whose target is a bundle: before a command the old one, afterwards the old or the new one."""
+
+    kind = "bundle"
+
+    def __init__(self, root: Path, engine: bool = True) -> None:
+        """Makes both bundles below `root`; without `engine` no command finds an engine in the old one, which saves a build."""
+        super().__init__(root)
+        CATALOGUE[MODEL] = TINY
+        self._engine = engine
+        self._templates: dict[bool, Path] = {}
+        for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children are forked from a warmed-up one
+            exporter.__main__.main(export_command("", seed).line(root / f"seed{seed}"))
+        self.old, self.new = (Bundle.open(root / f"seed{seed}").manifest for seed in (OLD_SEED, NEW_SEED))
+
+    def template(self, command: Command) -> Path:
+        engine = command.engine and self._engine
+        if engine not in self._templates:
+            template = self._root / ("template with an engine" if engine else "template")
+            shutil.copytree(self._root / f"seed{OLD_SEED}", template / "target")
+            if engine and run_in_child(lambda: engines.__main__.main(COMMANDS[-1].line(template / "target"))) != 0:
+                raise RuntimeError("the build for the campaign failed")
+            add_foreign_files(template)
+            self._templates[engine] = template
+        return self._templates[engine]
+
+    def target_losses(self) -> list[str]:
+        found = []
         try:
-            bundle = Bundle.open(self.bundle, verify="full")
+            bundle = Bundle.open(self.target, verify="full")
             if bundle.manifest not in (self.old, self.new):
                 found.append("the bundle is neither the old nor the new one")
             if not bundle.read_report().get("validation", {}).get("passed"):
@@ -128,19 +172,14 @@ class Site:
             found.append(str(error))
         return found
 
-    def strays(self, command: Command) -> list[str]:
-        """Files that are there after a run that ended well and should not be."""
-        expected = {"bundle"} | {name.partition("/")[0] for name in FOREIGN}
-        found = [path.name for path in self.folder.iterdir() if path.name not in expected]
-        records = read_records(self.bundle)
-        inside = {"manifest.json", "report.json", *self.new.files, *({"notes.txt", "results"} if command.over_bundle else ())}
-        inside |= {name for record in records for name in ("engines.json", record.file, record.graph_file)}
-        return found + [f"bundle/{path.name}" for path in self.bundle.iterdir() if path.name not in inside]
+    def target_files(self) -> set[str]:
+        records = read_records(self.target)
+        engines = {name for record in records for name in ("engines.json", record.file, record.graph_file)}
+        return {"manifest.json", "report.json", *self.new.files} | engines
 
     def state(self) -> str:
-        """How far a run had come, by the files that are there."""
-        outside = list(self.folder.glob(".bundle.*partial-*"))
-        inside = [path.name for path in self.bundle.glob(".*.partial-*")] if self.bundle.is_dir() else []
+        outside = list(self.folder.glob(".target.*partial-*"))
+        inside = [path.name for path in self.target.glob(".*.partial-*")] if self.target.is_dir() else []
         if outside:
             names = {path.name for path in outside[0].iterdir()} if outside[0].is_dir() else set()
             if self._is_new():
@@ -151,13 +190,13 @@ class Site:
         if inside:
             kind = next((kind for kind in ("engine", "onnx", "json") if any(f".{kind}.partial-" in name for name in inside)), "file")
             writing = len(inside) > 1 or kind == "json"
-            empty = all(path.stat().st_size == 0 for path in self.bundle.glob(".*.partial-*"))
+            empty = all(path.stat().st_size == 0 for path in self.target.glob(".*.partial-*"))
             return f"{kind} being {'published' if writing and kind == 'engine' else 'made' if empty else 'written'}"
         return "in place" if self._is_new() else "before or between files"
 
     def _is_new(self) -> bool:
         try:
-            return json.loads((self.bundle / "manifest.json").read_text())["weights"] == self.new.weights
+            return json.loads((self.target / "manifest.json").read_text())["weights"] == self.new.weights
         except OSError:
             return False
 

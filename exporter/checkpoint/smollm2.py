@@ -16,7 +16,7 @@ from typing import Any
 
 from exporter.bundle import sha256_of
 from exporter.errors import CheckpointError
-from exporter.placing import new_folder, scratch_folder
+from exporter.placing import clear_up, new_folder, scratch_folder
 from exporter.timing import timed
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     target = Path(target)
     if (target / "config.json").is_file():
         log.info("%s already holds a checkpoint; nothing is fetched", target)
+        clear_up(target)  # a run may have been killed right after it put the checkpoint there
         return target
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:

@@ -34,6 +34,7 @@ def main() -> int:
     kinds = arguments.kinds.split(",") if arguments.kinds else list(SHARES)
     total = sum(SHARES[kind] for kind in kinds)
     cases = {kind: -(-arguments.cases * SHARES[kind] // total) for kind in kinds}
+    of_the_code = stamp()  # before the run, in which the working tree may change
     with tempfile.TemporaryDirectory() as scratch:
         originals = arguments.originals or Path(scratch)
         if not (originals / "sharded").is_dir():
@@ -42,7 +43,7 @@ def main() -> int:
     record = {
         "what": "hostile files and arguments through every door: success, or the project's own error with exit code 1 or 2",
         "limits": {"cpu_seconds": CASE_SECONDS, "bytes": CASE_BYTES},
-        "seed": arguments.seed, "machine": machine(), **stamp(), **result,
+        "seed": arguments.seed, "machine": machine(), **of_the_code, **result,
     }  # fmt: skip
     if arguments.record:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")

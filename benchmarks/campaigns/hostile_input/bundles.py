@@ -12,8 +12,9 @@ from benchmarks.campaigns.hostile_input.doors import BUNDLE_DOORS, ENGINE_DOORS,
 from benchmarks.campaigns.hostile_input.graphs import mutate_data, mutate_external, mutate_graph
 from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, damage_text, flip_bytes, hostile_value, mutate, to_text
 from exporter.bundle import sha256_of
+from exporter.contract import WEIGHT_FORMATS
 
-PLAIN = ("block", "block", "block", "model", "model", "half", "bfloat", "parts", "growing", "component")
+PLAIN = ("block", "block", "block", "model", "model", "half", "bfloat", "parts", "growing", "component", "int8", "int4", "uint8", "uint4")
 
 
 def copy(originals: Path, folder: Path, rng: Random, names: tuple[str, ...] = PLAIN) -> str:
@@ -68,7 +69,7 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
     data = json.loads(path.read_text())
     config = data["config"]
     for _ in range(rng.choice((1, 1, 2))):
-        key = rng.choice([*config, "max_positions", "end_token_ids", "weights", "unit"])
+        key = rng.choice([*config, "max_positions", "end_token_ids", "weights", "unit", "weight_format"])
         if key in config:
             value = config[key]
             plain = isinstance(value, int) and not isinstance(value, bool)
@@ -78,6 +79,9 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
         elif key == "max_positions":
             data[key] = rng.choice((1, 2, 63, 65, config["context_length"]))
             config["context_length"] = rng.choice((config["context_length"], 2**31 - 1))
+        elif key == "weight_format":
+            size = rng.choice((16, 32, 48, 64, 2**40, hostile_value(rng)))
+            data[key] = rng.choice((None, {"dtype": rng.choice(WEIGHT_FORMATS), "block_size": size}))
         else:
             data[key] = rng.choice(({"source": "random"}, {"source": "random", "seed": "x"}, {"source": "random", "seed": -1}, [10**30], [-1], [1.0]))
     _restate_tensors(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.contract import Unit
+from exporter.contract import Unit, WeightFormat
 from exporter.export import ExportRequest, export_bundle
 from exporter.weights import RandomWeights
 from tests.checkpoints import meta_shards, write_huggingface, write_json
@@ -20,14 +21,32 @@ META = dataclasses.replace(TINY, intermediate_size=256)
 MAX_POSITIONS = 64
 META_NAME = "tiny-for-campaigns"
 CATALOGUE_ENTRY = {META_NAME: META}  # a Meta folder needs a catalogue name; workers add it
-UNITS = {  # name of the original → unit, dtype, logits, cache, parts
-    "block": ("block", "fp32", None, "in_place", 1),
-    "model": ("model", "fp32", None, "in_place", 1),
-    "half": ("block", "fp16", None, "in_place", 1),
-    "bfloat": ("block", "bf16", None, "in_place", 1),
-    "parts": ("stack", "fp32", None, "in_place", 2),
-    "growing": ("model", "fp32", "all", "growing", 1),
-    "component": ("component:repeat_kv", "fp16", None, "in_place", 1),
+
+
+@dataclass(frozen=True)
+class Original:
+    """What one good bundle covers and how it is stored."""
+
+    unit: str
+    dtype: str
+    logits: str | None = None
+    cache: str = "in_place"
+    n_parts: int = 1
+    weights: str | None = None  # the integers that its matrices are stored in
+
+
+ORIGINALS = {
+    "block": Original("block", "fp32"),
+    "model": Original("model", "fp32"),
+    "half": Original("block", "fp16"),
+    "bfloat": Original("block", "bf16"),
+    "parts": Original("stack", "fp32", n_parts=2),
+    "growing": Original("model", "fp32", logits="all", cache="growing"),
+    "component": Original("component:repeat_kv", "fp16"),
+    "int8": Original("model", "fp32", weights="int8"),
+    "int4": Original("block", "fp16", weights="int4"),
+    "uint8": Original("block", "fp32", weights="uint8"),
+    "uint4": Original("stack", "fp32", n_parts=2, weights="uint4"),
 }
 
 
@@ -40,7 +59,7 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def make_originals(folder: Path, names: tuple[str, ...] = tuple(UNITS)) -> None:
+def make_originals(folder: Path, names: tuple[str, ...] = tuple(ORIGINALS)) -> None:
     """Writes the checkpoints, the named bundles out of one of them, and an engine into "half" where TensorRT-RTX is installed."""
     CATALOGUE.update(CATALOGUE_ENTRY)
     for name, shards in (("huggingface", 1), ("sharded", 2)):
@@ -49,10 +68,12 @@ def make_originals(folder: Path, names: tuple[str, ...] = tuple(UNITS)) -> None:
     _write_meta(folder / "meta")
     checkpoint = open_checkpoint(folder / "huggingface")
     for name in names:
-        unit, dtype, logits, cache, parts = UNITS[name]
+        original = ORIGINALS[name]
+        unit = Unit.parse(original.unit, checkpoint.config, None, original.logits, original.cache)
         request = ExportRequest(
-            checkpoint.config, Unit.parse(unit, checkpoint.config, None, logits, cache), checkpoint.weights, dtype, MAX_POSITIONS,
-            end_token_ids=checkpoint.end_token_ids, tokenizer_files=checkpoint.tokenizer_files, n_parts=parts,
+            checkpoint.config, unit, checkpoint.weights, original.dtype, MAX_POSITIONS,
+            end_token_ids=checkpoint.end_token_ids, tokenizer_files=checkpoint.tokenizer_files, n_parts=original.n_parts,
+            weight_format=WeightFormat(original.weights) if original.weights else None,
         )  # fmt: skip
         export_bundle(request, folder / name, validated=name == "model")
     if "half" in names:
