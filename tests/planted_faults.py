@@ -10,8 +10,9 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from exporter.bundle import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Bundle, sha256_of
+from exporter.bundle import Bundle, sha256_of
 from exporter.contract import MERGED_WEIGHTS, block_weight_shapes
+from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 

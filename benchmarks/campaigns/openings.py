@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.serving import TINY
-from exporter.bundle import DATA_FILE, GRAPH_FILE, Bundle
+from exporter.bundle import Bundle
 from exporter.contract import Unit
 from exporter.errors import CheckFailed, InputError
 from exporter.feeds import step_feeds
+from exporter.manifest import DATA_FILE, GRAPH_FILE
 from exporter.steppers.eager import EagerStepper
 from exporter.weights import RandomWeights
 from runtime import DecodeSession
