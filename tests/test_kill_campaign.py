@@ -6,7 +6,10 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from benchmarks.campaigns.kills import kill_at_every_call, kill_at_random
 from benchmarks.campaigns.races import EXPORT_NEW, EXPORT_OLD, VALIDATE, race, race_readers
 from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, BundleSite
 from exporter.catalogue import CATALOGUE
+from exporter.checkpoint import smollm2
 from exporter.errors import BundleError
 from exporter.placing import changing, new_folder, write_report
 from tests import bundle_folders
@@ -147,3 +151,24 @@ def test_nothing_made_from_an_older_bundle_goes_into_the_one_that_replaced_it(ti
     with pytest.raises(BundleError, match="an export has replaced it"), changing(opened):
         write_report(opened, {})
     assert contents(bundle) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_what_an_import_has_started_ends_with_it(tmp_path):
+    """pip would go on after its import was killed, and write where the next one has cleared up."""
+    started = tmp_path / "started"
+
+    def body() -> int:
+        line = ["sh", "-c", f"echo $$ > {started}.part; mv {started}.part {started}; exec sleep 60"]
+        return subprocess.run(line, preexec_fn=partial(smollm2._end_with, os.getpid())).returncode
+
+    child = fork(body)
+    while not started.exists():
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    process = Path("/proc") / started.read_text().strip()
+    deadline = time.monotonic() + 10
+    while process.exists() and "Z (zombie)" not in (process / "status").read_text():
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.01)

