@@ -142,7 +142,7 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: C
     Raises:
         As `prepare_bundle`; CheckFailed also when TensorRT fails to build. The bundle is then as before.
     """
-    check_writable(bundle.folder / ENGINES_FILE)
+    check_writable(bundle.folder / ENGINES_FILE, own=True)
     if not request.options.strip_plan:  # an engine holds the weights
         check_space(f"engine in {bundle.folder}", bundle.folder, bundle.manifest.weights_bytes)
     prepared = prepare_bundle(bundle, backend, request)
@@ -159,7 +159,7 @@ def build_parts(
 
     Memory is that of the largest part: what TensorRT made of one is gone before the next is parsed.
     """
-    check_writable(*(part.folder / ENGINES_FILE for part in bundle.parts))
+    check_writable(*(part.folder / ENGINES_FILE for part in bundle.parts), own=True)
     records = []
     for number, part in enumerate(bundle.parts, 1):
         if bundle.manifest.parts:
@@ -174,7 +174,7 @@ def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output {folder}: it is a file, expected a folder; choose another -o")
     if folder.is_dir():
-        check_writable(folder / ENGINES_FILE)
+        check_writable(folder / ENGINES_FILE, own=True)
     prepared = prepare_onnx(path, backend, request)
     data = {entry.value for t in prepared.model.graph.initializer for entry in t.external_data if entry.key == "location"}
     lineage = {name: sha256_of(path.parent / name) for name in sorted({path.name, *data})}

@@ -37,9 +37,9 @@ def publish(folder: Path, temporary_engine: Path, record: EngineRecord, bundle: 
                 temporary.write_bytes(graph)
                 put_file_in_place(temporary, folder / record.graph_file)
         others = [other for other in read_records(folder) if other.file != record.file]
-        write_atomically(folder / ENGINES_FILE, records_json(others))
+        write_atomically(folder / ENGINES_FILE, records_json(others), own=True)
         put_file_in_place(temporary_engine, folder / record.file)
-        write_atomically(folder / ENGINES_FILE, records_json([*others, record]))
+        write_atomically(folder / ENGINES_FILE, records_json([*others, record]), own=True)
 
 
 def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> None:

@@ -35,7 +35,7 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
         raise BundleError(f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again")
     check_runnable(record, backend.name, backend.version, visible_gpus())
-    check_writable(bundle.folder / ENGINES_FILE)
+    check_writable(bundle.folder / ENGINES_FILE, own=True)
     started = time.perf_counter()
     with timed(log, "%s refitted with the weights of %s", record.file, bundle.folder):
         serialized = _refitted(bundle, backend, record)

@@ -317,7 +317,7 @@ def _validate(arguments: argparse.Namespace) -> int:
     bundle = Bundle.open(arguments.bundle)
     if not arguments.no_report:
         try:
-            check_writable(bundle.folder / REPORT_FILE)
+            check_writable(bundle.folder / REPORT_FILE, own=True)
         except InputError as error:
             raise InputError(f"{error}; --no-report validates without writing") from None
     section, comparisons = validate_bundle(bundle, seed=arguments.seed, by_layer=arguments.by_layer, say=cli.say)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from exporter.bundle import REPORT_FILE, Bundle
-from exporter.documents import is_text, to_json
+from exporter.documents import is_inside, is_text, to_json
 from exporter.errors import InputError
 from exporter.foreign_files import sync, take_along, take_latecomers
 from exporter.output_checks import CANNOT_WRITE, DISK_REFUSES, check_replaceable, check_space, free_bytes, reason
@@ -126,30 +126,39 @@ def put_file_in_place(temporary: Path, target: Path) -> None:
         raise InputError(f"output {target}: its folder was replaced by another run meanwhile; nothing was written; run again") from None
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, own: bool = False) -> None:
     """Replaces a small text file in one step: readers see the old or the new content, never a part. A link to it stays one.
 
+    Args:
+        own: it is one of a bundle's own files, and the bundle may be a stranger's: a link that leads out of its folder is not followed.
+
     Raises:
-        InputError: the folder cannot be written; the file is as before.
+        InputError: the folder cannot be written, or not followed; the file is as before.
     """
-    path = Path(os.path.realpath(path))
+    path = _followed(path, own)
     _check_replaces_a_file(path)
     with temporary_file(path.parent, path.name) as temporary:
         temporary.write_text(text, encoding="utf-8")
         put_file_in_place(temporary, path)
 
 
-def check_writable(*paths: Path) -> None:
-    """Refuses files that could not be written, before the work for their content is done.
+def check_writable(*paths: Path, own: bool = False) -> None:
+    """Refuses files that could not be written, before the work for their content is done. `own` as in `write_atomically`.
 
     Raises:
         InputError: names the file and the reason.
     """
     for path in paths:
-        path = Path(os.path.realpath(path))
+        path = _followed(path, own)
         _check_replaces_a_file(path)
         with temporary_file(path.parent, path.name):
             pass
+
+
+def _followed(path: Path, own: bool) -> Path:
+    if own and not is_inside(path, path.parent):
+        raise InputError(f"output {path}: it is a link out of its folder, expected a file of the bundle's own; remove the link")
+    return Path(os.path.realpath(path))
 
 
 def _check_replaces_a_file(path: Path) -> None:
@@ -186,7 +195,7 @@ def scratch_folder() -> Iterator[Path]:
 
 def write_report(bundle: Bundle, report: dict) -> None:
     """Replaces a bundle's report.json."""
-    write_atomically(bundle.folder / REPORT_FILE, to_json(report))
+    write_atomically(bundle.folder / REPORT_FILE, to_json(report), own=True)
 
 
 @contextlib.contextmanager

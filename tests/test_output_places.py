@@ -16,7 +16,7 @@ import runtime.__main__
 from exporter.bundle import Bundle
 from exporter.errors import InputError
 from exporter.manifest import DATA_FILE, MANIFEST_FILE
-from exporter.placing import new_folder, write_atomically
+from exporter.placing import check_writable, new_folder, write_atomically
 from tests import bundle_folders
 from tests.bundle_folders import contents, identity
 from tests.faulty_disks import NOBODY, Said, can_mount, mount_tmpfs, needs_root, remount, run_apart
@@ -78,6 +78,23 @@ def test_a_report_behind_a_link_is_written_where_it_points(tmp_path):
     write_atomically(tmp_path / "report.json", "new")
     assert contents(tmp_path / "reports") == {"report.json": b"new"}
     assert (tmp_path / "report.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["report.json", "engines.json"])
+def test_a_bundles_own_file_that_leads_out_of_it_is_not_written(tmp_path, bundle, name):
+    """A bundle may be a stranger's, and its link may lead to a file of ours."""
+    outside = tmp_path / "ours.json"
+    outside.write_text("{}")
+    (bundle / name).unlink(missing_ok=True)
+    (bundle / name).symlink_to(outside)
+    with pytest.raises(InputError, match=f"{name}: it is a link out of its folder, expected a file of the bundle's own; remove the link"):
+        check_writable(bundle / name, own=True)
+    with pytest.raises(InputError, match="it is a link out of its folder"):
+        write_atomically(bundle / name, "lost", own=True)
+    assert outside.read_text() == "{}" and contents(tmp_path).keys() >= {"ours.json"}
+    if name == "report.json":
+        assert exporter.__main__.main(["validate", str(bundle)]) == 2
+        assert outside.read_text() == "{}"
 
 
 # --- places that hold more than a bundle -------------------------------------------------------------------------------------
