@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import threading
 from collections import deque
@@ -33,9 +34,11 @@ from exporter.weights import TORCH_DTYPES, WeightSource
 log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
-SLICE_BYTES = 16 * 2**20  # of a piece, were it float32
+SLICE_BYTES = 64 * 2**20  # of a piece, were it float32; wide runs of a matrix's columns read its pages from the disk few times
+ROUNDED_SLICE_BYTES = SLICE_BYTES // 4  # of one that is rounded to integers: that takes several copies of it
+BLOCK_VALUES = 2**19  # converted, checked and put in place together, while they are in the processor's caches
 WORKERS = 2  # pieces read and converted at the same time
-KEPT_BUFFERS = 6  # of each size; more than are ever in flight
+KEPT_BUFFERS = 6  # more than are ever in flight
 CACHED_BYTES = 64 * 2**20  # of a file being written stay in the page cache: the disk starts early, and room is left for what is read
 
 
@@ -152,19 +155,19 @@ class _Buffers:
     """Memory of pieces in flight, used again: the page faults of fresh memory cost more than the conversion into it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: list[Tensor] = []
 
     def take(self, n_bytes: int) -> Tensor:
-        """A buffer uint8 [n_bytes] of any content."""
+        """Memory uint8 [n_bytes] of any content."""
         try:
-            return self._free[n_bytes].pop()
-        except (KeyError, IndexError):  # lists pop and append in one step each, so threads need no lock
-            return torch.empty(n_bytes, dtype=torch.uint8)
+            buffer = self._free.pop()
+        except IndexError:  # lists pop and append in one step each, so threads need no lock
+            buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8)
+        return buffer[:n_bytes] if n_bytes <= len(buffer) else torch.empty(n_bytes, dtype=torch.uint8)
 
-    def give_back(self, buffer: Tensor) -> None:
-        same_size = self._free.setdefault(buffer.numel(), [])
-        if len(same_size) < KEPT_BUFFERS:
-            same_size.append(buffer)
+    def give_back(self, taken: Tensor) -> None:
+        if len(self._free) < KEPT_BUFFERS:
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage()))
 
 
 Piece = tuple[StoredTensor, Tensor, dict[str, int]]  # what it is of, its bytes in file order uint8 [n], weight → how many values became zero
@@ -193,13 +196,13 @@ def _pieces(graph: AssembledGraph, config: ModelConfig, weights: WeightSource, b
     runs: list[_RoundedRun] = []
     for stored in graph.stored:
         if not stored.part:
-            yield from (partial(_piece, stored, read, buffers) for read in _reads(stored, config, weights))
+            yield from (partial(_piece, stored, read, buffers) for read in _reads(stored, config, weights, SLICE_BYTES))
             continue
         if stored.part == QUANTIZED_PARTS[0]:  # the others of the same weight follow
             assert graph.weight_format is not None, "only a weight format has weights in parts"
             weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
             blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
-            runs = [_RoundedRun(read, weight_format, graph.dtype) for read in _reads(stored, config, weights, blocks)]
+            runs = [_RoundedRun(read, weight_format, graph.dtype) for read in _reads(stored, config, weights, ROUNDED_SLICE_BYTES, blocks)]
         yield from (partial(run.piece, stored) for run in runs)
 
 
@@ -232,20 +235,18 @@ class _RoundedRun:
 def _piece(stored: StoredTensor, read: Read, buffers: _Buffers) -> Piece:
     runs = read()
     dtype = TORCH_DTYPES[stored.dtype]
-    data, scratch = (buffers.take(sum(run.numel() for run in runs.values()) * dtype.itemsize) for _ in range(2))
-    chunk = scratch.view(dtype).view(-1, *next(iter(runs.values())).shape[1:])
-    parts = zip(runs.items(), chunk.split([len(run) for run in runs.values()]), strict=True)
-    n_flushed = {name: _convert(name, run, part, stored.dtype) for (name, run), part in parts}
-    if stored.transposed:
-        data.view(dtype).view(*reversed(chunk.shape)).copy_(chunk.T)
-    else:
-        data, scratch = scratch, data
-    buffers.give_back(scratch)
-    return stored, data, n_flushed
+    shape = (sum(len(run) for run in runs.values()), *next(iter(runs.values())).shape[1:])
+    data = buffers.take(math.prod(shape) * dtype.itemsize)
+    values = data.view(dtype).view(shape[::-1]).T if stored.transposed else data.view(dtype).view(shape)
+    parts = zip(runs.items(), values.split([len(run) for run in runs.values()]), strict=True)
+    return stored, data, {name: _convert(name, run, part, stored.dtype) for (name, run), part in parts}
 
 
-def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, whole: int = 1) -> Iterator[Read]:
-    """Reads of the weights in their source's dtype and layout; each makes a run of the stored tensor's rows, a multiple of `whole` but the last."""
+def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, n_bytes: int, whole: int = 1) -> Iterator[Read]:
+    """Reads of the weights in their source's dtype and layout, each of `n_bytes` were it float32.
+
+    Each makes a run of the stored tensor's rows, a multiple of `whole` but the last.
+    """
     if stored.name in ROPE_TABLES:
         yield lambda: {stored.name: torch.from_numpy(rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.name)])}
         return
@@ -253,7 +254,7 @@ def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, who
         yield partial(_read, stored.weights, weights)
         return
     length, width = stored.shape
-    step = max(1, SLICE_BYTES // (width * 4 * whole)) * whole
+    step = max(1, n_bytes // (width * 4 * whole)) * whole
     for start in range(0, length, step):
         run = slice(start, min(start + step, length))  # of stored rows: the weight's columns where it is stored transposed
         yield partial(_read, stored.weights, weights, **({"columns": run} if stored.transposed else {"rows": run}))
@@ -269,14 +270,22 @@ def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
     Raises:
         CheckpointError: a value is inf or NaN, or became so.
     """
-    target.copy_(run)
-    if not _is_finite(target):
-        _check_finite(name, run)
-        n_lost = int((~target.isfinite()).sum())
-        raise CheckpointError(
-            f"weight {name}: {n_lost} of its values do not fit {dtype}, the largest is {float(run.abs().max()):.3g}; export with --dtype bf16 or fp32"
-        )
-    return 0 if target.dtype == run.dtype else _count_nonzero(run) - _count_nonzero(target)
+    n_flushed = 0
+    rows = max(1, BLOCK_VALUES * len(run) // run.numel())
+    for block, place in zip(run.split(rows), target.split(rows), strict=True):
+        between_halves = block.element_size() == place.element_size() == 2 and block.dtype != place.dtype
+        converted = (block.float() if between_halves else block).to(place.dtype)  # twice as fast as torch's own way from half to half
+        if not _is_finite(converted):
+            _check_finite(name, block)
+            n_lost = int((~converted.isfinite()).sum())
+            raise CheckpointError(
+                f"weight {name}: {n_lost} of its values do not fit {dtype}, the largest is {float(block.abs().max()):.3g}; "
+                "export with --dtype bf16 or fp32"
+            )
+        place.copy_(converted)
+        if block.dtype != place.dtype:
+            n_flushed += _count_nonzero(block) - _count_nonzero(converted)
+    return n_flushed
 
 
 def _is_finite(x: Tensor) -> bool:
