@@ -89,18 +89,23 @@ def test_readers_of_a_bundle_that_is_replaced_all_the_time_see_one_or_the_other(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, number):
+def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, number, tmp_path):
     site.reset(OVER_A_BUNDLE)
-    before = contents(site.folder)
+    before, validating = contents(site.folder), tmp_path / "validating"
+
+    def wait(*_: object, **__: object) -> None:
+        validating.touch()
+        time.sleep(60)
 
     def body() -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-        exporter.export.validate_bundle = lambda *_, **__: time.sleep(60)  # else a slow parent finds the export done
+        exporter.export.validate_bundle = wait  # else a slow parent finds the export done, and Python loses a signal in a destructor
         return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.target))
 
     child = fork(body)
-    while not list(site.folder.glob(".target.partial-*/model.onnx")):
+    while not validating.exists():
         time.sleep(0.001)
+    assert list(site.folder.glob(".target.partial-*/model.onnx"))
     os.kill(child, number)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + number
     assert contents(site.folder) == before
