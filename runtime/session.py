@@ -382,6 +382,8 @@ class DecodeSession(TakesTurns):
         self._unclean = {row: min(past_lens[row] + launch.width, self.cache_capacity) for launch in launches for row in launch.rows}
         try:
             yield
+        except GeneratorExit:  # dropped, by an interrupt between our lines: this may be any thread, in the middle of another call
+            raise  # the next call finds the note
         except BaseException:
             self._clean()
             raise

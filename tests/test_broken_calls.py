@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.campaigns.faults import interrupt
 from engines.cuda import CudaError
 from exporter.bundle import Bundle
 from runtime import DecodeSession
+from runtime.plan import plan_unpadded
 from tests.conftest import TINY
 from tests.cuda_double import CudaDouble
 from tests.slot_sessions import DeviceLost, every_backend, near, on_onnxruntime, on_the_tensorrt_double, recompute, tokens
@@ -215,3 +217,15 @@ def test_inf_left_by_a_step_that_could_not_be_cleaned_up_is_gone_before_the_next
                 session.decode(np.array([1, 1]))
         near(session.decode(np.array([1, 1])), [recompute(bundle, [*row, 1]) for row in tokens(6).reshape(2, 3)])
         assert TINY.n_layers == 3 and not any(array[:, :, 4:].any() for array in session._cache.arrays)
+
+
+def test_what_an_interrupt_dropped_does_not_clean_up_in_the_middle_of_another_call(tiny_bundle):
+    """A generator that is left suspended ends when it is collected: in any thread, at any time. Its note waits for the next call."""
+    with on_onnxruntime(tiny_bundle("model", "fp32")) as session:
+        session.step({session.acquire(): tokens(4)})
+        dropped = session._cleaned_where_it_fails(plan_unpadded({0: 3}), {0: 4})
+        dropped.__enter__()
+        noted = dict(session._unclean)
+        del dropped
+        gc.collect()
+        assert session._unclean == noted and noted
