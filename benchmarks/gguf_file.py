@@ -12,6 +12,7 @@ import gguf
 
 from benchmarks.peers.environments import SCRIPTS, prepare
 from benchmarks.processes import measure_command
+from exporter.catalogue import ModelConfig
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.contract import Unit, weight_shapes
 
@@ -48,6 +49,16 @@ def convert(checkpoint: Path, file: Path, kind: str) -> None:
     if config.rope_scaling is not None:
         raise RuntimeError(f"{checkpoint}: its RoPE frequencies are scaled, which this converter does not write")
     writer = gguf.GGUFWriter(file, "llama")
+    add_geometry(writer, config)
+    writer.add_tokenizer_model("no_vocab")
+    for name in weight_shapes(config, Unit("model", n_layers=config.n_layers)):
+        weight = opened.weights.read(name).float().numpy()
+        writer.add_tensor(gguf_name(name), weight.astype("float16") if kind == "F16" and weight.ndim == 2 else weight)
+    finish(writer)
+
+
+def add_geometry(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """The model's sizes, and what its norms and rotation compute with."""
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
@@ -60,10 +71,10 @@ def convert(checkpoint: Path, file: Path, kind: str) -> None:
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
-    for name in weight_shapes(config, Unit("model", n_layers=config.n_layers)):
-        weight = opened.weights.read(name).float().numpy()
-        writer.add_tensor(gguf_name(name), weight.astype("float16") if kind == "F16" and weight.ndim == 2 else weight)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes all that was added, and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -121,8 +121,7 @@ class _Assembly:
     def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
         assert unit.component is not None, "the unit is a component"
         (fragment,) = trace_fragments([_component_piece(config, unit.component, self.dtype, float32_attention)])
-        owner = {"rms_norm": "attention_norm.", "prepare_qkv": "attention.", "merge_project": "attention."}.get(unit.component, "mlp.")
-        weights = {name: _block_weight(owner + name, 0, unit.first_layer) for name in fragment.parameters}
+        weights = {name: _block_weight(_name_in_block(f"{unit.component}.{name}"), 0, unit.first_layer) for name in fragment.parameters}
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
@@ -252,9 +251,10 @@ class _Assembly:
 
 
 def _name_in_block(parameter: str) -> str:
-    """The contract's name of a traced block's parameter: `attention.qkv_proj.weight` for prepare_qkv.qkv_proj.weight."""
+    """The contract's name of a traced block's or component's parameter: `attention.qkv_proj.weight` for prepare_qkv.qkv_proj.weight."""
     module, _, rest = parameter.partition(".")
-    return {"prepare_qkv": "attention.", "merge_project": "attention.", "swiglu_mlp": "mlp."}.get(module, f"{module}.") + rest
+    owners = {"rms_norm": "attention_norm", "prepare_qkv": "attention", "merge_project": "attention", "swiglu_mlp": "mlp"}
+    return f"{owners.get(module, module)}.{rest}"
 
 
 def _block_weight(name: str, layer: int, first_layer: int) -> Stored:

@@ -211,14 +211,11 @@ class _Form:
         """
         widths = {node.inputs[1] for node in nodes if node.operator == "Split" and len(node.inputs) == 2}
         widths -= {name for node in nodes for i, name in enumerate(node.inputs) if (node.operator, i) != ("Split", 1)}
-        for tensor in tensors:
-            if tensor.kind != INT64:
-                continue
+        for tensor in (tensor for tensor in tensors if tensor.kind == INT64):
             numbers = list(memoryview(bytes(tensor.raw or b"")).cast("q"))
             held = 1 if tensor.name in widths else math.prod(n for n in numbers if n > 0)
-            if held <= self._largest and all(abs(n) <= self._largest for n in numbers):
-                continue
-            raise ValueError(f"{tensor.name[:80]}: numbers {numbers[:8]}, expected none beyond {self._largest}")
+            if held > self._largest or any(abs(n) > self._largest for n in numbers):
+                raise ValueError(f"{tensor.name[:80]}: numbers {numbers[:8]}, expected none beyond {self._largest}")
 
 
 # --- messages that need no context -------------------------------------------------------------------------------------

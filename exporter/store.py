@@ -159,15 +159,19 @@ class _Buffers:
 
     def take(self, n_bytes: int) -> Tensor:
         """Memory uint8 [n_bytes] of any content."""
+        if n_bytes > SLICE_BYTES:
+            return torch.empty(n_bytes, dtype=torch.uint8)
         try:
             buffer = self._free.pop()
         except IndexError:  # lists pop and append in one step each, so threads need no lock
             buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8)
-        return buffer[:n_bytes] if n_bytes <= len(buffer) else torch.empty(n_bytes, dtype=torch.uint8)
+        return buffer[:n_bytes]
 
-    def give_back(self, taken: Tensor) -> None:
-        if len(self._free) < KEPT_BUFFERS:
-            self._free.append(torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage()))
+    def give_back(self, piece: Tensor) -> None:
+        """Keeps a written piece's memory for the next one; what is of another size did not come from here."""
+        memory = piece.untyped_storage()
+        if memory.nbytes() == SLICE_BYTES and len(self._free) < KEPT_BUFFERS:
+            self._free.append(torch.empty(0, dtype=torch.uint8).set_(memory))
 
 
 Piece = tuple[StoredTensor, Tensor, dict[str, int]]  # what it is of, its bytes in file order uint8 [n], weight → how many values became zero

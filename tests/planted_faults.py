@@ -11,7 +11,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle import Bundle, sha256_of
-from exporter.contract import MERGED_WEIGHTS, block_weight_shapes
+from exporter.graph_weights import _places
 from exporter.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
@@ -186,13 +186,8 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
 def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
     """Multiplies one weight of a (copied) bundle, by its name in the graph's numbering, in place in its data file."""
     model = onnx.load(bundle.graph_path, load_external_data=False)
-    stored, outputs = name, slice(None)
-    for whole, parts in MERGED_WEIGHTS.items():
-        for index, part in enumerate(parts):
-            if name.endswith(f".{part}.weight"):
-                widths = [block_weight_shapes(bundle.manifest.config)[f"{other}.weight"][0] for other in parts]
-                stored, outputs = name.replace(part, whole), slice(sum(widths[:index]), sum(widths[: index + 1]))
-    tensor = next(t for t in model.graph.initializer if t.name == stored)
+    held = ((tensor, dict(_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
+    tensor, outputs = next((tensor, places[name].outputs) for tensor, places in held if name in places)
     where = {entry.key: entry.value for entry in tensor.external_data}
     data = np.memmap(bundle.folder / DATA_FILE, dtype=np.uint8, mode="r+")
     start, length = int(where["offset"]), int(where["length"])

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 
 import exporter.__main__
 from benchmarks.campaigns.trials import TINY, Command, Site, add_foreign_files
-from benchmarks.gguf_file import gguf_name
+from benchmarks.gguf_file import add_geometry, finish, gguf_name
 from exporter.bundle import sha256_of
 from exporter.checkpoint import smollm2
 from exporter.contract import Unit, weight_shapes
@@ -125,16 +125,7 @@ def _write_gguf(file: Path) -> None:
     first, second, *rest = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY.vocab_size - 3]
     tokens = [first, second, *rest, first + second, "<|im_start|>", "<|im_end|>"]
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(TINY.context_length)
-    writer.add_embedding_length(TINY.hidden_size)
-    writer.add_block_count(TINY.n_layers)
-    writer.add_feed_forward_length(TINY.intermediate_size)
-    writer.add_head_count(TINY.n_heads)
-    writer.add_head_count_kv(TINY.n_kv_heads)
-    writer.add_rope_dimension_count(TINY.head_dim)
-    writer.add_rope_freq_base(TINY.rope_theta)
-    writer.add_layer_norm_rms_eps(TINY.norm_eps)
-    writer.add_vocab_size(TINY.vocab_size)
+    add_geometry(writer, TINY)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * (TINY.vocab_size - 2) + [gguf.TokenType.CONTROL] * 2)
@@ -145,7 +136,4 @@ def _write_gguf(file: Path) -> None:
     for name in weight_shapes(TINY, Unit("model", n_layers=TINY.n_layers)):
         weight = weights.read(name).float().numpy()
         writer.add_tensor(gguf_name(name), weight.astype("float16") if weight.ndim == 2 else weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

