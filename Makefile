@@ -81,7 +81,7 @@ bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxr
 	$(BIN)/python -m benchmarks.peers.environments
 
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
-	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.own.gpu_check
 
 doctor: $(READY) ## what is installed, what really works here, and how to mend what does not
 	$(BIN)/python -m runtime doctor

@@ -10,33 +10,33 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import report
-from benchmarks.exporters import EXPORTERS, by_depth
-from benchmarks.lineup import LINEUP, OURS, REFERENCE, Entry
-from benchmarks.machine import machine, stamp
-from benchmarks.models import random_checkpoint
-from benchmarks.record import check_record
-from benchmarks.roofline import measure_limits
-from benchmarks.run import Run
-from benchmarks.targets import measured_targets
-from benchmarks.workloads import FULL, QUICK, Plan
-from exporter import cli
-from exporter.errors import InputError
+from benchmarks.machine.description import machine, stamp
+from benchmarks.machine.limits import measure_limits
+from benchmarks.output import tables as report
+from benchmarks.output.record_form import check_record
+from benchmarks.own.exporters import EXPORTERS, by_depth
+from benchmarks.race.lineup import LINEUP, OURS, REFERENCE, Entry
+from benchmarks.race.models import random_checkpoint
+from benchmarks.race.run import Run
+from benchmarks.race.targets import measured_targets
+from benchmarks.race.workloads import FULL, QUICK, Plan
+from exporter.common import cli
+from exporter.common.errors import InputError
 
 CHECKPOINT = Path("build/checkpoints/smollm2-135m")
 FOLDER = Path("build/bench")
 OTHERS = {
-    "benchmarks.agreement": "token-level agreement with transformers, every dtype and backend",
-    "benchmarks.blocks": "export, validation, audit and compilation of full-size blocks",
-    "benchmarks.checkpoints": "a whole 16 GB checkpoint exported against a plain copy, and compiled in parts",
-    "benchmarks.exporters": "the small real model through our exporter, optimum's and genai's builder",
-    "benchmarks.serving": "what the runtime adds to a step",
-    "benchmarks.tolerances": "the errors that the tolerance ledger stands on",
+    "benchmarks.own.token_agreement": "token-level agreement with transformers, every dtype and backend",
+    "benchmarks.own.blocks": "export, validation, audit and compilation of full-size blocks",
+    "benchmarks.own.large_checkpoint": "a whole 16 GB checkpoint exported against a plain copy, and compiled in parts",
+    "benchmarks.own.exporters": "the small real model through our exporter, optimum's and genai's builder",
+    "benchmarks.own.runtime_overhead": "what the runtime adds to a step",
+    "benchmarks.own.measured_errors": "the errors that the tolerance ledger stands on",
     "benchmarks.campaigns.kills": "commands killed at random moments and before every call that touches the file system",
     "benchmarks.campaigns.races": "two commands at once in one folder, and readers of a bundle that is replaced",
     "benchmarks.campaigns.soak": "sequences coming and going in a session that threads share, with faults made on purpose",
     "benchmarks.campaigns.hostile_input": "hostile files and arguments through every door",
-    "benchmarks.gpu_check": "on a machine with a GPU: parity, aliases, graphs and latency",
+    "benchmarks.own.gpu_check": "on a machine with a GPU: parity, aliases, graphs and latency",
 }
 
 
@@ -159,7 +159,7 @@ def _show(record: dict, form: str) -> None:
 
 def _draw(record: dict, folder: Path) -> None:
     try:
-        from benchmarks.plots import draw
+        from benchmarks.output.plots import draw
     except ModuleNotFoundError as missing:
         raise InputError(f"plots: {missing.name} is not installed; run `make bench`, or pip install 'blockline[bench]'") from missing
     for file in draw(record, folder):
@@ -167,8 +167,8 @@ def _draw(record: dict, folder: Path) -> None:
 
 
 def _profile(arguments: argparse.Namespace, threads: int) -> None:
-    from benchmarks.profile import tables
-    from exporter.bundle import Bundle
+    from benchmarks.machine.step_profile import tables
+    from exporter.bundle.bundle import Bundle
 
     shown, data = tables(Bundle.open(arguments.profile), arguments.batch, arguments.past_len, arguments.cache_capacity, threads)
     if arguments.format == "json":

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from engines.backend import Backend, choose_backend
-from engines.build import BuildRequest, build_onnx, build_parts
-from engines.options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
-from engines.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
-from exporter import cli
-from exporter.bundle import Bundle
-from exporter.contract import DEFAULT_CACHE_CAPACITY
-from exporter.engine_records import EngineRecord, read_records
-from exporter.errors import InputError
-from exporter.placing import check_writable, write_atomically
+from engines.building.build import BuildRequest, build_onnx, build_parts
+from engines.library.backend import Backend, choose_backend
+from engines.network.build_options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions
+from engines.network.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN
+from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import EngineRecord, read_records
+from exporter.common import cli
+from exporter.common.errors import InputError
+from exporter.placing.placing import check_writable, write_atomically
+from exporter.spec.contract import DEFAULT_CACHE_CAPACITY
 
 if TYPE_CHECKING:
-    from engines.compare import CompareRequest
-    from exporter.weights import WeightSource
+    from engines.comparison.compare import CompareRequest
+    from exporter.model.weights import WeightSource
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -169,7 +169,7 @@ def _ranges(profile: dict) -> str:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    from engines.inspection import inspect_bundle
+    from engines.building.inspection import inspect_bundle
 
     backend = _backend(arguments)
     bundle = Bundle.open(arguments.bundle)
@@ -205,9 +205,9 @@ def _print_inspection(result: dict) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from engines.compare import CompareRequest, compare_bundle
-    from engines.compare_html import to_html
-    from engines.compare_report import print_result, to_dict
+    from engines.comparison.compare import CompareRequest, compare_bundle
+    from engines.comparison.html_page import to_html
+    from engines.comparison.report import print_result, to_dict
 
     bundle = Bundle.open(arguments.bundle)
     backends = tuple(arguments.backends.split(",")) if arguments.backends is not None else None
@@ -241,8 +241,8 @@ def _save_for_polygraphy(bundle: Bundle, request: CompareRequest, arguments: arg
     wanted = {kind: getattr(arguments, f"save_{kind}") for kind in ("inputs", "outputs", "data_loader")}
     if not any(wanted.values()):
         return
-    from engines import polygraphy_files
-    from engines.compare import run_limits
+    from engines.comparison import polygraphy_files
+    from engines.comparison.compare import run_limits
 
     for kind, path in wanted.items():
         if path is not None:
@@ -251,7 +251,7 @@ def _save_for_polygraphy(bundle: Bundle, request: CompareRequest, arguments: arg
 
 
 def _refit(arguments: argparse.Namespace) -> None:
-    from engines.refit import refit_bundle
+    from engines.building.refit import refit_bundle
 
     for bundle in Bundle.open(arguments.bundle).parts:
         records = [r for r in read_records(bundle.folder) if arguments.engine in (None, r.file)]

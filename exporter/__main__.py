@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from exporter import cli
-from exporter.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
-from exporter.contract import (
+from exporter.common import cli
+from exporter.common.errors import InputError
+from exporter.costs.ledger import Ledger
+from exporter.costs.roofline import Step, roofline
+from exporter.spec.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
+from exporter.spec.contract import (
     COMPONENTS,
     DEFAULT_MAX_POSITIONS,
     DTYPES,
@@ -24,13 +27,10 @@ from exporter.contract import (
     lookup_dtype,
     weight_shapes,
 )
-from exporter.errors import InputError
-from exporter.ledger import Ledger
-from exporter.roofline import Step, roofline
 
 if TYPE_CHECKING:  # they load torch
     from exporter.export import ExportRequest
-    from exporter.weights import WeightSource
+    from exporter.model.weights import WeightSource
 
 DEFAULT_PAST_LEN = 1000
 ROOFLINE_ARGUMENTS = ("bandwidth", "flops", "unit", "batch", "seq_len", "dtype", "weight_bits")
@@ -255,7 +255,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _request(arguments: argparse.Namespace) -> ExportRequest:
     """Reads the checkpoint or the catalogue; everything wrong with the arguments shows here, before anything is written."""
-    from exporter.weights import RandomWeights
+    from exporter.model.weights import RandomWeights
 
     if not arguments.model and not arguments.checkpoint:
         raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
@@ -274,8 +274,8 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
         provenance = {"model": arguments.model}
         cli.say(f"weights: random, from seed {arguments.seed}; give --checkpoint for real ones")
     unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits, arguments.cache)
+    from exporter.costs.stored_size import parts_within
     from exporter.export import ExportRequest
-    from exporter.stored_size import parts_within
 
     if arguments.parts is not None and arguments.part_budget is not None:
         raise InputError("export: give either --parts N or --part-budget GIB")
@@ -310,9 +310,9 @@ def _weight_format(arguments: argparse.Namespace) -> WeightFormat | None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from exporter.bundle import REPORT_FILE, Bundle
+    from exporter.bundle.bundle import REPORT_FILE, Bundle
     from exporter.export import validate_bundle
-    from exporter.placing import changing, check_writable, write_report
+    from exporter.placing.placing import changing, check_writable, write_report
 
     bundle = Bundle.open(arguments.bundle)
     if not arguments.no_report:
@@ -355,7 +355,7 @@ def _say_control(section: dict) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from exporter.verify import verify_bundle
+    from exporter.validation.verify import verify_bundle
 
     verification = verify_bundle(arguments.bundle)
     if arguments.format == "json":

@@ -14,33 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exporter import __version__
-from exporter.assemble import assemble
-from exporter.bundle import REPORT_FILE, Bundle, file_entry
-from exporter.catalogue import ModelConfig
-from exporter.contract import Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
-from exporter.documents import to_json
-from exporter.errors import CheckFailed, InputError
-from exporter.graph_check import check_graph
-from exporter.graph_weights import bundle_weights
-from exporter.interop import genai_config
-from exporter.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest, part_folder
-from exporter.memory import available_host_bytes, peak_memory_bytes
-from exporter.placing import new_folder, scratch_folder
-from exporter.quantize import QuantizedWeights
-from exporter.scenarios import RunLimits
-from exporter.steppers.eager import EagerStepper
+from exporter.bundle.bundle import REPORT_FILE, Bundle, file_entry
+from exporter.bundle.genai_config import genai_config
+from exporter.bundle.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest, part_folder
+from exporter.common.documents import to_json
+from exporter.common.errors import CheckFailed, InputError
+from exporter.common.memory import available_host_bytes, peak_memory_bytes
+from exporter.common.timing import timed
+from exporter.costs.stored_size import stored_weights_bytes
+from exporter.graph.assemble import assemble
+from exporter.graph.contract_check import check_graph
+from exporter.graph.float32_twin import float32_twin
+from exporter.graph.quantize import QuantizedWeights
+from exporter.graph.weight_reader import bundle_weights
+from exporter.graph.weight_writer import write_graph
+from exporter.model.weights import RoundedWeights, WeightSource
+from exporter.placing.placing import new_folder, scratch_folder
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import Unit, WeightFormat, check_max_positions, graph_contract, lookup_dtype, part_bounds, weight_shapes
+from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.store import write_graph
-from exporter.stored_size import stored_weights_bytes
-from exporter.timing import timed
-from exporter.tolerances import tolerance
-from exporter.twin import float32_twin
-from exporter.validate import Comparison, Recording, compare, judge_by_control, record, summarize
-from exporter.validate_layers import LayerValidation
-from exporter.weights import RoundedWeights, WeightSource
+from exporter.validation.comparison import Comparison, Recording, compare, judge_by_control, record, summarize
+from exporter.validation.layers import LayerValidation
+from exporter.validation.scenarios import RunLimits
+from exporter.validation.tolerances import tolerance
 
 log = logging.getLogger(__name__)
 

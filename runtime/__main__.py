@@ -13,15 +13,15 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from exporter import cli
-from exporter.bundle import VERIFY, Bundle
-from exporter.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
-from exporter.engine_records import read_records
-from exporter.errors import InputError
+from exporter.bundle.bundle import VERIFY, Bundle
+from exporter.bundle.engine_records import read_records
+from exporter.common import cli
+from exporter.common.errors import InputError
+from exporter.spec.contract import DEFAULT_CACHE_CAPACITY, numpy_dtype
 from runtime.backends import BACKENDS
-from runtime.generation import Generation
-from runtime.sampling import Sampler
 from runtime.session import DecodeSession
+from runtime.text.generation import Generation
+from runtime.text.sampling import Sampler
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -149,8 +149,8 @@ def _time_steps(session: DecodeSession, batch: int, prompt_len: int, steps: int)
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from exporter.tokenizer import encode
-    from runtime.text import TextStream
+    from exporter.bundle.tokenizer import encode
+    from runtime.text.stream import TextStream
 
     _, tokenizer = _open_text_bundle(arguments.bundle)
     sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
@@ -166,7 +166,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _open_text_bundle(folder: str) -> tuple[Bundle, Tokenizer]:
-    from exporter.tokenizer import open_tokenizer
+    from exporter.bundle.tokenizer import open_tokenizer
 
     bundle = Bundle.open(folder)
     if bundle.manifest.has_random_weights:
@@ -175,7 +175,7 @@ def _open_text_bundle(folder: str) -> tuple[Bundle, Tokenizer]:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from exporter.tokenizer import encode
+    from exporter.bundle.tokenizer import encode
 
     bundle, tokenizer = _open_text_bundle(arguments.bundle)
     manifest, validation = bundle.manifest, bundle.read_report().get("validation")
@@ -203,8 +203,8 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from runtime.doctor import examine
-    from runtime.findings import FAILED
+    from runtime.doctor.examine import examine
+    from runtime.doctor.findings import FAILED
 
     findings = []
     with cli.stderr.status("looking at versions, the machine and every backend (about half a minute)"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from exporter.bundle import ENGINES_FILE, Bundle
-from exporter.contract import check_cache_capacity
-from exporter.errors import BackendError, InputError
-from exporter.manifest import Manifest
-from exporter.memory import available_host_bytes
+from exporter.bundle.bundle import ENGINES_FILE, Bundle
+from exporter.bundle.manifest import Manifest
+from exporter.common.errors import BackendError, InputError
+from exporter.common.memory import available_host_bytes
+from exporter.spec.contract import check_cache_capacity
 from exporter.steppers.protocol import Stepper
-from runtime.memory import plan_memory
+from runtime.policy.memory_plan import plan_memory
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def open_stepper(
     capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
     _check_memory(manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity, available_host_bytes())
     if backend == "eager":
-        from exporter.steppers.eager import EagerStepper
+        from exporter.steppers.eager_stepper import EagerStepper
 
         return EagerStepper.from_bundle(bundle), capacity
     from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -67,8 +67,8 @@ def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: in
 
 
 def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str) -> tuple[Stepper, int]:
-    from engines.cuda import RuntimeCuda
-    from engines.tensorrt_parts import find_engines, open_engines
+    from engines.library.cuda import RuntimeCuda
+    from engines.running.tensorrt_parts import find_engines, open_engines
 
     records = find_engines(bundle, cache_capacity, verify)
     capacity, cuda = records[0].decode_capacity(), RuntimeCuda()

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engines.dlpack import DeviceTensor
-from exporter.contract import numpy_dtype
-from exporter.errors import InputError
-from exporter.manifest import Manifest
+from engines.library.dlpack import DeviceTensor
+from exporter.bundle.manifest import Manifest
+from exporter.common.errors import InputError
+from exporter.spec.contract import numpy_dtype
 
 
 def is_whole_number(value: object) -> bool:

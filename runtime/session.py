@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from engines.dlpack import DeviceRows, DeviceTensor, is_device_tensor
-from exporter.bundle import Bundle, check_in_place
-from exporter.catalogue import LARGEST_COUNT
-from exporter.contract import SEQUENCE, numpy_dtype
-from exporter.errors import InputError, NumericalError
-from exporter.feeds import step_feeds
+from engines.library.dlpack import DeviceRows, DeviceTensor, is_device_tensor
+from exporter.bundle.bundle import Bundle, check_in_place
+from exporter.common.errors import InputError, NumericalError
+from exporter.spec.catalogue import LARGEST_COUNT
+from exporter.spec.contract import SEQUENCE, numpy_dtype
+from exporter.spec.feeds import step_feeds
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
 from runtime.backends import open_stepper
 from runtime.inputs import InputChecker, as_array, is_whole_number
-from runtime.memory import plan_memory
-from runtime.plan import Launch, check_fits, plan_padded, plan_unpadded
-from runtime.slots import SlotTable
+from runtime.policy.memory_plan import plan_memory
+from runtime.policy.plan import Launch, check_fits, plan_padded, plan_unpadded
+from runtime.policy.slots import SlotTable
 from runtime.turns import TakesTurns, in_turn
 
 log = logging.getLogger(__name__)

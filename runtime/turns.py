@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from exporter.errors import InputError
+from exporter.common.errors import InputError
 
 
 class TakesTurns:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter.bundle import Bundle
-from exporter.catalogue import ModelConfig
-from exporter.contract import Unit
+from exporter.bundle.bundle import Bundle
 from exporter.export import ExportRequest, export_bundle
-from exporter.weights import RandomWeights
+from exporter.model.weights import RandomWeights
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import Unit
 
 ROOT = Path(__file__).parent.parent
 MAX_POSITIONS = 64

@@ -19,11 +19,11 @@ from tokenizers import pre_tokenizers
 
 import exporter.__main__
 from benchmarks.campaigns.trials import TINY, Command, Site, add_foreign_files
-from benchmarks.gguf_file import add_geometry, finish, gguf_name
-from exporter.bundle import sha256_of
+from benchmarks.race.gguf_file import add_geometry, finish, gguf_name
+from exporter.bundle.bundle import sha256_of
 from exporter.checkpoint import smollm2
-from exporter.contract import Unit, weight_shapes
-from exporter.weights import RandomWeights
+from exporter.model.weights import RandomWeights
+from exporter.spec.contract import Unit, weight_shapes
 
 
 class CheckpointSite(Site):

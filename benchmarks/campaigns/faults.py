@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-import engines.tensorrt_stepper
+import engines.running.tensorrt_stepper
 import exporter.steppers.protocol
 import runtime.session
 from runtime import DecodeSession
@@ -19,7 +19,7 @@ from runtime import DecodeSession
 WATCHED = (  # the code that must stand being interrupted
     str(Path(runtime.session.__file__).parent),
     str(Path(exporter.steppers.protocol.__file__).parent),
-    engines.tensorrt_stepper.__file__,
+    engines.running.tensorrt_stepper.__file__,
     contextlib.__file__,
 )
 ERRORS = (RuntimeError, MemoryError, KeyboardInterrupt)

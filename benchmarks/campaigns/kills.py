@@ -22,11 +22,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import exporter.placing
+import exporter.placing.placing
 from benchmarks.campaigns.checkpoint_trial import CheckpointSite
 from benchmarks.campaigns.children import fork, run_in_child
 from benchmarks.campaigns.trials import COMMANDS, BundleSite, Command, Site, warm_up
-from benchmarks.machine import machine, stamp
+from benchmarks.machine.description import machine, stamp
 
 RECORD = Path(__file__).parent.parent / "records" / "kills.json"
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "os.truncate")
@@ -111,7 +111,7 @@ def _killed_before(n: int, root: Path, command: Command, target: Path) -> int:
         return call
 
     os.fsync = counted(os.fsync, lambda descriptor: descriptor)  # neither has an audit event
-    exporter.placing._exchange = counted(exporter.placing._exchange, lambda first, second: first)
+    exporter.placing.placing._exchange = counted(exporter.placing.placing._exchange, lambda first, second: first)
     sys.addaudithook(hook)
     return command.main(command.line(target))
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.serving import TINY
-from exporter.bundle import Bundle
-from exporter.contract import Unit
-from exporter.errors import CheckFailed, InputError
-from exporter.feeds import step_feeds
-from exporter.manifest import DATA_FILE, GRAPH_FILE
-from exporter.steppers.eager import EagerStepper
-from exporter.weights import RandomWeights
+from benchmarks.own.runtime_overhead import TINY
+from exporter.bundle.bundle import Bundle
+from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
+from exporter.common.errors import CheckFailed, InputError
+from exporter.model.weights import RandomWeights
+from exporter.spec.contract import Unit
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
 
 BACKENDS = ("onnxruntime", "eager")

@@ -22,9 +22,9 @@ import numpy as np
 import exporter.__main__
 from benchmarks.campaigns.children import fork
 from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, BundleSite, Command, Site, export_command, warm_up
-from benchmarks.machine import machine, stamp
-from exporter.errors import BundleError
-from exporter.placing import new_folder
+from benchmarks.machine.description import machine, stamp
+from exporter.common.errors import BundleError
+from exporter.placing.placing import new_folder
 from runtime import DecodeSession
 
 RECORD = Path(__file__).parent.parent / "records" / "races.json"

@@ -31,14 +31,14 @@ import numpy as np
 
 from benchmarks.campaigns.faults import ERRORS, PLACES, FaultyBackend, interrupt
 from benchmarks.campaigns.openings import held, open_and_close
-from benchmarks.machine import machine, stamp
-from benchmarks.serving import TINY, export
-from exporter.bundle import Bundle
-from exporter.contract import Unit
-from exporter.errors import CheckFailed, InputError, NumericalError
-from exporter.feeds import step_feeds
-from exporter.steppers.eager import EagerStepper
-from exporter.weights import RandomWeights
+from benchmarks.machine.description import machine, stamp
+from benchmarks.own.runtime_overhead import TINY, export
+from exporter.bundle.bundle import Bundle
+from exporter.common.errors import CheckFailed, InputError, NumericalError
+from exporter.model.weights import RandomWeights
+from exporter.spec.contract import Unit
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
 from runtime.session import SlotState
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import engines.__main__
 import exporter.__main__
 from benchmarks.campaigns.children import run_in_child
-from engines.backend import choose_backend
-from engines.records import check_engine, check_lineage, read_records
-from exporter.bundle import REPORT_FILE, Bundle
-from exporter.catalogue import CATALOGUE, ModelConfig
-from exporter.errors import InputError
+from engines.building.publishing import check_engine, check_lineage, read_records
+from engines.library.backend import choose_backend
+from exporter.bundle.bundle import REPORT_FILE, Bundle
+from exporter.common.errors import InputError
+from exporter.spec.catalogue import CATALOGUE, ModelConfig
 
 MODEL = "tiny"
 TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=64)

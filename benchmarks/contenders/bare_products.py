@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from exporter.bundle import Bundle
+from exporter.bundle.bundle import Bundle
 from exporter.steppers.onnxruntime_stepper import open_session
 
 PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.contenders.interface import Base
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.contract import Unit, check_max_positions
-from exporter.feeds import step_feeds
-from exporter.steppers.eager import EagerStepper
+from exporter.spec.contract import Unit, check_max_positions
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import HostCache
 
 

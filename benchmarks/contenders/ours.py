@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.contenders.bare_products import BareProducts
 from benchmarks.contenders.interface import Base
-from exporter.bundle import Bundle
-from exporter.contract import check_cache_capacity
+from exporter.bundle.bundle import Bundle
+from exporter.spec.contract import check_cache_capacity
 from runtime import DecodeSession
 from runtime.backends import open_stepper
 from runtime.session import SlotState

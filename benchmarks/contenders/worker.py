@@ -1,6 +1,6 @@
 """A contender's process: reads one JSON request a line from stdin, answers with one JSON line on stdout.
 
-python -m benchmarks.contenders.worker MODULE OPTIONS      the parent is benchmarks/harness.py
+python -m benchmarks.contenders.worker MODULE OPTIONS      the parent is benchmarks/race/harness.py
 """
 
 from __future__ import annotations

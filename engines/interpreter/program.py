@@ -13,9 +13,9 @@ from torch import Tensor
 from engines.interpreter.attention import Attention, read_attention
 from engines.interpreter.layers import LAYERS, Compute, torch_dtype
 from engines.interpreter.reading import Unsupported, optional_dims
-from engines.network import ParsedNetwork
-from exporter.block import See
-from exporter.steppers.eager import to_torch
+from engines.network.parsed import ParsedNetwork
+from exporter.model.block import See
+from exporter.steppers.eager_stepper import to_torch
 
 
 @dataclass(frozen=True)

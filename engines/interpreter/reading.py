@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from exporter.errors import BackendError
+from exporter.common.errors import BackendError
 
 
 class Unsupported(BackendError):

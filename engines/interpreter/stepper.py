@@ -12,17 +12,17 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
-from engines.backend import Backend, choose_backend
-from engines.checks import check_weight_format
 from engines.interpreter.program import Program, read_program
-from engines.network import ParsedNetwork, parse_network
-from engines.source import load_source
-from exporter.block import See, unseen
-from exporter.bundle import Bundle
-from exporter.contract import Contract
-from exporter.errors import CheckFailed
-from exporter.fixed_capacity import fix_capacity
-from exporter.steppers.eager import feed_tensor, to_numpy, to_torch
+from engines.library.backend import Backend, choose_backend
+from engines.network.network_checks import check_weight_format
+from engines.network.parsed import ParsedNetwork, parse_network
+from engines.network.source import load_source
+from exporter.bundle.bundle import Bundle
+from exporter.common.errors import CheckFailed
+from exporter.graph.fixed_capacity import fix_capacity
+from exporter.model.block import See, unseen
+from exporter.spec.contract import Contract
+from exporter.steppers.eager_stepper import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 
 

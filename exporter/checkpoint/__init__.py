@@ -1,1 +1,1 @@
-"""Checkpoints in the formats people have, read as canonical weights (see exporter/weights.py) one tensor at a time."""
+"""Checkpoints in the formats people have, read as canonical weights (see exporter/model/weights.py) one tensor at a time."""

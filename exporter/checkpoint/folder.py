@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from exporter.catalogue import short
-from exporter.documents import is_inside, read_document
-from exporter.errors import CheckpointError
-from exporter.manifest import TOKENIZER_FILES
-from exporter.weights import WeightSource
+from exporter.bundle.manifest import TOKENIZER_FILES
+from exporter.common.documents import is_inside, read_document
+from exporter.common.errors import CheckpointError
+from exporter.model.weights import WeightSource
+from exporter.spec.catalogue import short
 
 _ROWS = 8192  # of a vocabulary-sized matrix at a time
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from exporter.catalogue import ModelConfig
-from exporter.errors import CheckpointError, InputError
-from exporter.weights import WeightSource
+from exporter.common.errors import CheckpointError, InputError
+from exporter.model.weights import WeightSource
+from exporter.spec.catalogue import ModelConfig
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.catalogue import ModelConfig, RopeScaling, short
 from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, listed, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
-from exporter.contract import Unit, weight_shapes
-from exporter.errors import CheckpointError, InputError
+from exporter.common.errors import CheckpointError, InputError
+from exporter.spec.catalogue import ModelConfig, RopeScaling, short
+from exporter.spec.contract import Unit, weight_shapes
 
 _LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside a layer
     "attention_norm": "input_layernorm",

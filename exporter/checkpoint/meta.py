@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exporter.catalogue import LARGEST_COUNT, ModelConfig, RopeScaling, WidthRule, lookup, short
 from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, read_json, tokenizer_files
 from exporter.checkpoint.formats import Checkpoint
-from exporter.contract import Unit, weight_shapes
-from exporter.errors import CheckpointError, InputError
+from exporter.common.errors import CheckpointError, InputError
+from exporter.spec.catalogue import LARGEST_COUNT, ModelConfig, RopeScaling, WidthRule, lookup, short
+from exporter.spec.contract import Unit, weight_shapes
 
 _LAYER_NAMES = {  # canonical name inside a block → Meta's name inside a layer
     "attention_norm": "attention_norm",

@@ -18,10 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from exporter.bundle import sha256_of
-from exporter.errors import CheckpointError
-from exporter.placing import clear_up, new_folder, scratch_folder
-from exporter.timing import timed
+from exporter.bundle.bundle import sha256_of
+from exporter.common.errors import CheckpointError
+from exporter.common.timing import timed
+from exporter.placing.placing import clear_up, new_folder, scratch_folder
 
 log = logging.getLogger(__name__)
 

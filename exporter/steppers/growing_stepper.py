@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnxruntime
 
-from exporter.contract import Contract, numpy_dtype
+from exporter.spec.contract import Contract, numpy_dtype
 from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache, Stepper
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from exporter.bundle import Bundle
-from exporter.contract import BATCH, CAPACITY, ONNX_TYPES, Contract, numpy_dtype
-from exporter.errors import BackendError, BundleError
+from exporter.bundle.bundle import Bundle
+from exporter.common.errors import BackendError, BundleError
+from exporter.common.timing import timed
+from exporter.spec.contract import BATCH, CAPACITY, ONNX_TYPES, Contract, numpy_dtype
 from exporter.steppers.protocol import Cache, HostCache, Stepper
-from exporter.timing import timed
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from exporter.bundle import Bundle
-from exporter.contract import Contract
+from exporter.bundle.bundle import Bundle
+from exporter.spec.contract import Contract
 from exporter.steppers.protocol import Cache, Stepper
 
 

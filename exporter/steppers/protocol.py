@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from exporter.contract import BATCH, CAPACITY, Contract, numpy_dtype
+from exporter.spec.contract import BATCH, CAPACITY, Contract, numpy_dtype
 
 
 class Cache(ABC):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.campaigns.hostile_input.campaign import CASE_BYTES, CASE_SECONDS, run_campaign
 from benchmarks.campaigns.hostile_input.originals import make_originals
-from benchmarks.machine import machine, stamp
+from benchmarks.machine.description import machine, stamp
 
 # Shares of a campaign by kind of input.
 SHARES = {

@@ -11,8 +11,8 @@ from random import Random
 from benchmarks.campaigns.hostile_input.doors import BUNDLE_DOORS, ENGINE_DOORS, FILE_DOORS, GRAPH_DOORS, TEXT_DOORS, Door, draw
 from benchmarks.campaigns.hostile_input.graphs import mutate_data, mutate_external, mutate_graph
 from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, damage_text, flip_bytes, hostile_value, mutate, to_text
-from exporter.bundle import sha256_of
-from exporter.contract import WEIGHT_FORMATS
+from exporter.bundle.bundle import sha256_of
+from exporter.spec.contract import WEIGHT_FORMATS
 
 PLAIN = ("block", "block", "block", "model", "model", "half", "bfloat", "parts", "growing", "component", "int8", "int4", "uint8", "uint4")
 
@@ -92,8 +92,8 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 def _restate_tensors(data: dict) -> None:
     """Makes inputs, outputs and cache pairs those of the changed config, where it is one."""
-    from exporter.catalogue import ModelConfig
-    from exporter.contract import Unit, graph_contract
+    from exporter.spec.catalogue import ModelConfig
+    from exporter.spec.contract import Unit, graph_contract
 
     try:
         if data["unit"]["n_layers"] > 100:

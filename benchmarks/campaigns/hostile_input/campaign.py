@@ -63,7 +63,7 @@ class Worker:
     """One worker process and the lines that it says."""
 
     def __init__(self, folder: Path, originals: Path, seed: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.campaigns.hostile_input.worker", str(folder), str(originals), str(seed)]
+        command = [sys.executable, "-m", "benchmarks.campaigns.hostile_input.case_worker", str(folder), str(originals), str(seed)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "0"}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
         self._lines: queue.Queue[str] = queue.Queue()

@@ -14,12 +14,12 @@ import engines.__main__
 import exporter.__main__
 import runtime.__main__
 from benchmarks.campaigns.hostile_input.originals import META_NAME
-from exporter.bundle import Bundle
+from exporter.bundle.bundle import Bundle
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.contract import numpy_dtype
-from exporter.placing import new_folder
+from exporter.placing.placing import new_folder
+from exporter.spec.contract import numpy_dtype
 from runtime import DecodeSession
-from tests.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
 MAINS = {"exporter": exporter.__main__.main, "engines": engines.__main__.main, "runtime": runtime.__main__.main}
 Door = tuple[str, Callable[[Path], int | None]]  # label, and what to do with a case's folder
@@ -67,10 +67,10 @@ def _session_over_doubles(root: Path) -> None:
     backend = mock.Mock(trt=trt, version="1.7.1.116")
     backend.name = "tensorrt-rtx"
     with contextlib.ExitStack() as stack:
-        stepper = "engines.tensorrt_stepper."
+        stepper = "engines.running.tensorrt_stepper."
         stack.enter_context(mock.patch(stepper + "visible_gpus", lambda: [mock.Mock(compute_capability="9.0")]))
         stack.enter_context(mock.patch(stepper + "choose_backend", lambda name: backend))
-        stack.enter_context(mock.patch("engines.cuda.RuntimeCuda", lambda: cuda))
+        stack.enter_context(mock.patch("engines.library.cuda.RuntimeCuda", lambda: cuda))
         assert ENGINE == b"engine"
         with DecodeSession.open(folder, "tensorrt", max_batch=1) as session:
             _step(session)

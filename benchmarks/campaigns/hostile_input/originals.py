@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from exporter.catalogue import CATALOGUE, ModelConfig
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.contract import Unit, WeightFormat
 from exporter.export import ExportRequest, export_bundle
-from exporter.weights import RandomWeights
-from tests.checkpoints import meta_shards, write_huggingface, write_json
+from exporter.model.weights import RandomWeights
+from exporter.spec.catalogue import CATALOGUE, ModelConfig
+from exporter.spec.contract import Unit, WeightFormat
+from tests.support.checkpoint_folders import meta_shards, write_huggingface, write_json
 
 TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=300, context_length=128)
 META = dataclasses.replace(TINY, intermediate_size=256)
@@ -91,8 +91,8 @@ def _write_meta(folder: Path) -> None:
 
 
 def _build_engine(folder: Path) -> None:
-    from engines.backend import choose_backend
-    from engines.build import BuildRequest, build_bundle
-    from exporter.bundle import Bundle
+    from engines.building.build import BuildRequest, build_bundle
+    from engines.library.backend import choose_backend
+    from exporter.bundle.bundle import Bundle
 
     build_bundle(Bundle.open(folder), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))

@@ -1,0 +1,34 @@
+"""What a record says of the machine and the code it was measured with."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from engines.library.gpu import visible_gpus
+from exporter.export import versions
+
+
+def machine() -> dict:
+    """Processor, cores, memory and GPUs; no host name."""
+    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
+    return {
+        "cpu": cpu,
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [gpu.name for gpu in visible_gpus()],
+    }
+
+
+def stamp() -> dict:
+    """Date, commit and versions."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit or "unknown",
+        "versions": versions("torch", "onnx", "onnxruntime-gpu", "onnxruntime", "tensorrt-rtx", "tensorrt", "numpy"),
+    }

@@ -1,0 +1,73 @@
+"""What this machine can do at best, and how near our steps come to it, whole and by component."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from exporter.costs.roofline import Step, roofline
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import MERGED_WEIGHTS, Unit
+
+PRODUCT_SIZE = 2048
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measured on all cores: bytes a second read from memory, and floating-point operations a second of a float32 matrix product."""
+
+    bandwidth: float
+    flop_rate: float
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def measure_limits(threads: int, array_bytes: int) -> Limits:
+    """The best of several reads of an array far larger than the processor's caches, and of several square products."""
+    import torch
+
+    torch.set_num_threads(threads)
+    array = torch.ones(array_bytes // 4)
+    read = _best_seconds(array.sum)
+    del array
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE)
+    product = _best_seconds(lambda: matrix @ matrix)
+    return Limits(array_bytes / read, 2 * PRODUCT_SIZE**3 / product)
+
+
+def _best_seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def against_the_limit(
+    config: ModelConfig, unit: Unit, batch: int, seq_len: int, past_len: int, limits: Limits, measured_ms: Mapping[str, float]
+) -> dict:
+    """A float32 step's time at the limit beside what was measured of each component.
+
+    Args:
+        measured_ms: component → milliseconds in onnxruntime's profile, named as in `exporter.costs.roofline.Cost`, merged projections as one;
+            what is in none of them counts to the whole only.
+    """
+    table = roofline(config, unit, Step(batch, seq_len, past_len, "fp32"), limits.bandwidth, limits.flop_rate)
+    merged = {part: whole for whole, parts in MERGED_WEIGHTS.items() for part in parts}
+    limits_ms: dict[str, float] = {}
+    bounds: dict[str, str] = {}
+    for row in table["components"]:
+        name = merged.get(row["name"], row["name"])
+        limits_ms[name] = limits_ms.get(name, 0.0) + max(row["transfer_ms"], row["arithmetic_ms"])
+        bounds[name] = row["bound"]
+    rows = []
+    for name, limit in limits_ms.items():
+        ms = measured_ms.get(name)
+        rows.append({"name": name, "limit_ms": limit, "bound": bounds[name], "measured_ms": ms, "share": limit / ms if ms else None})
+    other = sum(ms for name, ms in measured_ms.items() if name not in limits_ms)
+    rows.append({"name": "other", "limit_ms": 0.0, "bound": "", "measured_ms": other, "share": None})
+    return {"limit_ms": table["limit_ms"], "components": rows}

@@ -1,0 +1,1 @@
+"""A run's record: its form, its tables and its plots."""

@@ -1,0 +1,1 @@
+"""Measurements of this project alone, each a command that writes its record."""

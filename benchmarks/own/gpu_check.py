@@ -1,0 +1,287 @@
+"""`make gpu-check`: what only a machine with a GPU can show, in one table, without a network; JSON beside it.
+
+Uses what is installed (torch with CUDA, onnxruntime's CUDA provider, tensorrt or tensorrt-rtx) and skips the rest by name.
+Exit 0 when nothing failed, 1 when something did.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.machine.description import machine, stamp
+from engines.building.build import BuildRequest, build_bundle
+from engines.building.publishing import EngineRecord
+from engines.building.refit import refit_bundle
+from engines.library.backend import MODULES, choose_backend
+from engines.library.cuda import Cuda, RuntimeCuda
+from engines.library.gpu import visible_gpus
+from engines.network.build_options import BuildOptions
+from engines.running.tensorrt_stepper import TensorRTStepper, open_tensorrt
+from exporter.bundle.bundle import Bundle
+from exporter.common import cli
+from exporter.common.errors import BackendError, CheckFailed, InputError
+from exporter.costs.ledger import Ledger
+from exporter.export import ExportRequest, export_bundle, reference_weights
+from exporter.model.weights import RandomWeights
+from exporter.spec.catalogue import CATALOGUE, ModelConfig
+from exporter.spec.contract import Unit
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.eager_stepper import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+from exporter.steppers.protocol import Stepper
+from exporter.validation.comparison import compare, judge_by_control, record
+from exporter.validation.tolerances import tolerance
+
+FOLDER = Path("build/gpu-check")
+RECORD = Path("build/gpu-check.json")
+SMALL = ModelConfig(hidden_size=256, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=32, intermediate_size=512, vocab_size=997, context_length=128)
+BATCHES, PAST_LENS, CAPACITY, PREFILL = (1, 8, 32), (1000, 8000), 8192, 512
+
+
+class Skipped(Exception):
+    """This row cannot run here; the message says what is missing."""
+
+
+@dataclass
+class Row:
+    """One line of the table: state is "passed", "FAILED" or "skipped"."""
+
+    name: str
+    state: str
+    detail: str
+
+
+def run_row(name: str, check: Callable[[], str]) -> Row:
+    """Runs one check; a Skipped or a missing backend skips, anything else that it raises fails."""
+    try:
+        return Row(name, "passed", check())
+    except (Skipped, BackendError) as reason:
+        return Row(name, "skipped", str(reason))
+    except Exception as error:  # a row must not take the others with it
+        return Row(name, "FAILED", f"{type(error).__name__}: {error}")
+
+
+def exported(name: str, config: ModelConfig, max_positions: int) -> Bundle:
+    """A random fp16 stack of all layers of SMALL, or a block of a catalogue model, made once."""
+    folder = FOLDER / name
+    if not (folder / "manifest.json").is_file():
+        unit = Unit.parse("model" if config is SMALL else "block", config)
+        export_bundle(ExportRequest(config, unit, RandomWeights(config, 0), "fp16", max_positions), folder, validated=False)
+    return Bundle.open(folder)
+
+
+def parity(bundle: Bundle, stepper: Stepper) -> str:
+    """All scenarios of the unit against float32 eager over the same weights, as export validates them."""
+    manifest = bundle.manifest
+    config, unit, positions = manifest.config, manifest.unit, manifest.max_positions
+    weights = reference_weights(bundle)
+
+    def recorded(s: Stepper):
+        return record(config, unit, positions, s, manifest.contract)
+
+    reference = recorded(EagerStepper.from_weights(config, unit, "fp32", positions, weights))
+    comparisons = compare(reference, recorded(stepper), tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
+    if not all(c.passed for c in comparisons):
+        comparisons = judge_by_control(comparisons, reference, recorded(EagerStepper.from_bundle(bundle)))
+    worst = max(comparisons, key=lambda c: c.max_error / c.allowed)
+    if not all(c.passed for c in comparisons):
+        raise CheckFailed(f"{worst.scenario}: {worst.tensor} differs by {worst.max_error:.2e} of rms, {worst.allowed:.0e} allowed")
+    return f"{len(comparisons)} comparisons, worst {worst.max_error:.1e} of rms in {worst.scenario}, {worst.allowed:.0e} allowed"
+
+
+def on_gpu(check: Callable[[], str]) -> Callable[[], str]:
+    """The check, skipped before it does anything where no GPU is visible."""
+
+    def guarded() -> str:
+        if not visible_gpus():
+            raise Skipped("no GPU is visible")
+        return check()
+
+    return guarded
+
+
+@dataclass
+class Engines:
+    """The engines of one TensorRT that this check builds and runs."""
+
+    backend_name: str
+
+    def open(self, bundle: Bundle, cuda_graphs: bool = True, **limits: int) -> tuple[TensorRTStepper, EngineRecord, Cuda]:
+        built = build_bundle(bundle, choose_backend(self.backend_name), BuildRequest(**limits))
+        cuda = RuntimeCuda()
+        return open_tensorrt(bundle, built, cuda, cuda_graphs), built, cuda
+
+    def parity(self) -> str:
+        bundle = exported("small", SMALL, 64)
+        stepper, _, _ = self.open(bundle, max_batch=4, max_seq_len=32, cache_capacity=32)
+        return parity(bundle, stepper)
+
+    def graphs(self) -> str:
+        bundle, outputs = exported("small", SMALL, 64), []
+        for cuda_graphs in (True, False):
+            stepper, _, _ = self.open(bundle, cuda_graphs, max_batch=4, max_seq_len=32, cache_capacity=64)
+            cache = stepper.new_cache(2, 64)
+            x, got = np.array([[1, 2, 3], [4, 5, 6]]), []
+            for past_len in (0, *range(3, 40)):
+                feeds = step_feeds("input_ids", x, np.full(2, past_len), np.full(2, x.shape[1]))
+                x = stepper.run(feeds, cache)["logits"].argmax(-1)[:, None]
+                got.append(x)
+            outputs.append(np.concatenate(got, 1))
+            stepper.close()
+        if not np.array_equal(*outputs):
+            raise CheckFailed("CUDA graphs on and off give different tokens")
+        return "38 tokens of 2 sequences equal with CUDA graphs on and off"
+
+    def aliases(self) -> str:
+        bundle = exported("small", SMALL, 64)
+        stepper, _, _ = self.open(bundle, max_batch=4, max_seq_len=32, cache_capacity=64)
+        cache = stepper.new_cache(4, 64)
+        feeds = step_feeds("input_ids", np.array([[1, 2, 3]]), np.zeros(1, np.int64), np.array([3]))
+        stepper.run(feeds, cache, 1)
+        written = [array.any(axis=(0, 2)).nonzero()[0].tolist() for array in cache.read(1, 64)]
+        untouched = all(not array.any() for row in (0, 2, 3) for array in cache.read(row, 64))
+        if any(rows != [0, 1, 2] for rows in written) or not untouched:
+            raise CheckFailed(f"one step of 3 tokens into cache row 1 wrote {written[0]}, other rows untouched: {untouched}")
+        return f"present is past: {len(written)} tensors written in place at rows 0–2 of one sequence, the others untouched"
+
+    def refit(self) -> str:
+        bundle, backend = exported("refit", SMALL, 64), choose_backend(self.backend_name)
+        built = build_bundle(bundle, backend, BuildRequest(4, 32, 32, options=BuildOptions(strip_plan=True)))
+        stepper = open_tensorrt(bundle, refit_bundle(bundle, backend, built), RuntimeCuda())
+        return f"stripped engine of {built.size_bytes:,} bytes refitted; {parity(bundle, stepper)}"
+
+    def speed(self) -> str:
+        bundle = exported("llama3-8b", CATALOGUE["llama3-8b"], CAPACITY)
+        stepper, built, cuda = self.open(bundle, max_batch=max(BATCHES), max_seq_len=PREFILL, cache_capacity=CAPACITY)
+        bandwidth = copy_bandwidth(cuda)
+        figures = list(decode_figures(bundle, stepper, bandwidth))
+        self.figures = {
+            "copy_bytes_s": bandwidth,
+            "build_seconds": built.build_seconds,
+            "decode": figures,
+            "prefill": prefill_figure(bundle, stepper),
+        }
+        first = figures[0]
+        return (
+            f"8B block, batch 1, P = {first['past_len']}: {first['median_ms']:.3f} ms, {first['bytes_s'] / 1e9:.0f} GB/s, "
+            f"{first['of_copy_bandwidth']:.0%} of copy bandwidth; prefill {self.figures['prefill']['flops'] / 1e12:.1f} TFLOP/s"
+        )
+
+
+def copy_bandwidth(cuda: Cuda, n_bytes: int = 1 << 29) -> float:
+    """Bytes read and written per second by copies on the device."""
+    source, destination = cuda.allocate(n_bytes), cuda.allocate(n_bytes)
+    cuda.copy(destination, source, n_bytes, n_bytes, 1)
+    cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(10):
+        cuda.copy(destination, source, n_bytes, n_bytes, 1)
+    cuda.synchronize()
+    seconds = time.perf_counter() - started
+    cuda.free(source)
+    cuda.free(destination)
+    return 2 * n_bytes * 10 / seconds
+
+
+def decode_figures(bundle: Bundle, stepper: Stepper, bandwidth: float) -> Iterator[dict]:
+    """Latency of one decode step of a block at each batch and past length, copies of inputs and outputs included."""
+    config = bundle.manifest.config
+    ledger = Ledger.of(config)
+    for batch in BATCHES:
+        cache = stepper.new_cache(batch, CAPACITY)
+        for past_len in PAST_LENS:
+            x = np.zeros((batch, 1, config.hidden_size), np.float16)
+            feeds = step_feeds("hidden_states", x, np.full(batch, past_len), np.ones(batch, np.int64))
+            median_ms = median_time_ms(lambda feeds=feeds, cache=cache: stepper.run(feeds, cache), 50)
+            rows = 2 * config.n_kv_heads * config.head_dim * 2 * (past_len + 1) * batch
+            moved = ledger.block_parameters * 2 + rows
+            bytes_s = moved / median_ms * 1e3
+            yield {"batch": batch, "past_len": past_len, "median_ms": median_ms, "bytes_s": bytes_s, "of_copy_bandwidth": bytes_s / bandwidth}
+        cache.free()
+
+
+def prefill_figure(bundle: Bundle, stepper: Stepper) -> dict:
+    """Rate of one prefill of PREFILL tokens, from the block's matrix products alone."""
+    config = bundle.manifest.config
+    cache = stepper.new_cache(1, CAPACITY)
+    feeds = step_feeds("hidden_states", np.zeros((1, PREFILL, config.hidden_size), np.float16), np.zeros(1, np.int64), np.array([PREFILL]))
+    median_ms = median_time_ms(lambda: stepper.run(feeds, cache), 20)
+    return {"tokens": PREFILL, "median_ms": median_ms, "flops": 2 * Ledger.of(config).block_parameters * PREFILL / median_ms * 1e3}
+
+
+def median_time_ms(step: Callable[[], object], repeats: int) -> float:
+    """Median wall time of a step, after five to warm up."""
+    times = []
+    for _ in range(repeats + 5):
+        started = time.perf_counter()
+        step()
+        times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[5:])
+
+
+def onnxruntime_cuda() -> str:
+    """Parity of onnxruntime's CUDA provider."""
+    bundle = exported("small", SMALL, 64)
+    return parity(bundle, OnnxruntimeStepper.from_bundle(bundle, "CUDAExecutionProvider"))
+
+
+def torch_cuda() -> str:
+    """The eager 8B block on the GPU, as a yardstick for decode latency."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Skipped(f"torch {torch.__version__} sees no CUDA device")
+    bundle = exported("llama3-8b", CATALOGUE["llama3-8b"], CAPACITY)
+    config, past_len = bundle.manifest.config, PAST_LENS[0]
+    with torch.device("cuda"), torch.inference_mode():
+        module = EagerStepper.from_bundle(bundle).module.to("cuda")
+        past = [torch.zeros(1, config.n_kv_heads, CAPACITY, config.head_dim, dtype=torch.float16) for _ in range(2)]
+        position, mask = torch.tensor([past_len]), torch.ones(1, past_len + 1, dtype=torch.int64)
+        x = torch.zeros(1, 1, config.hidden_size, dtype=torch.float16)
+
+        def step() -> None:
+            module(x, position[:, None], position, mask, *past)
+            torch.cuda.synchronize()
+
+        return f"eager 8B block, batch 1, P = {past_len}: {median_time_ms(step, 30):.3f} ms"
+
+
+def main() -> int:
+    """Runs every row, prints the table, writes the record."""
+    suites = {name: Engines(name) for name in MODULES}
+    checks: dict[str, Callable[[], str]] = {"torch on CUDA": torch_cuda, "onnxruntime on CUDA: parity": onnxruntime_cuda}
+    for name, suite in suites.items():
+        checks |= {
+            f"{name}: parity": suite.parity,
+            f"{name}: cache aliases": suite.aliases,
+            f"{name}: CUDA graphs": suite.graphs,
+            f"{name}: strip and refit": suite.refit,
+            f"{name}: speed": suite.speed,
+        }
+    rows = [run_row(name, on_gpu(check)) for name, check in checks.items()]
+    table = Table("check", "result", "detail", title=", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible", title_justify="left")
+    for row in rows:
+        table.add_row(row.name, row.state, row.detail)
+    cli.stderr.print(table)
+    figures = {name: suite.figures for name, suite in suites.items() if hasattr(suite, "figures")}
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "rows": [asdict(row) for row in rows], "figures": figures}, indent=1) + "\n")
+    cli.say(f"record: {RECORD}")
+    return int(any(row.state == "FAILED" for row in rows))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        cli.say(f"error: {error}")
+        sys.exit(2)

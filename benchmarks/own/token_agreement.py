@@ -1,0 +1,102 @@
+"""Token-level agreement with transformers on real weights: every dtype and backend, both forms of attention.
+
+python -m benchmarks.own.token_agreement CHECKPOINT [--tokens N]    writes benchmarks/records/agreement.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.machine.description import machine, stamp
+from engines.comparison.agreement import Agreement, forced_logits, measure_agreement, prompts
+from engines.interpreter.stepper import InterpreterStepper
+from exporter.bundle.tokenizer import encode, open_tokenizer
+from exporter.checkpoint.formats import open_checkpoint
+from exporter.common import cli
+from exporter.export import ExportRequest, export_bundle
+from exporter.spec.contract import Unit
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
+
+RECORD = Path(__file__).parents[1] / "records" / "agreement.json"
+CAPACITY = 128
+VARIANTS = (  # dtype, attention's dtype, backends
+    ("fp32", "fp32", ("onnxruntime", "interpreter")),
+    ("fp16", "fp16", ("onnxruntime", "interpreter")),
+    ("fp16", "fp32", ("onnxruntime", "interpreter")),
+    ("bf16", "bf16", ("interpreter",)),
+    ("bf16", "fp32", ("interpreter",)),
+)
+STEPPERS = {"onnxruntime": OnnxruntimeStepper.from_bundle, "interpreter": InterpreterStepper.from_bundle}
+
+
+def transformers_greedy(checkpoint: Path, encoded: Sequence[Sequence[int]], n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """transformers' greedy tokens [prompts, n_tokens] in float32, and the logits [prompts, n_tokens, V] they come from."""
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    tokens, logits = [], []
+    with torch.inference_mode():
+        for ids in encoded:
+            whole = model.generate(torch.tensor([ids]), max_new_tokens=n_tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
+            tokens.append(whole[0, len(ids) :].numpy())
+            logits.append(model(whole[:, :-1]).logits[0, len(ids) - 1 :].numpy())
+    return np.stack(tokens), np.stack(logits)
+
+
+def measure(checkpoint: Path, n_tokens: int) -> list[dict]:
+    """Every variant's agreement, one row each."""
+    opened, rows = open_checkpoint(checkpoint), []
+    unit = Unit.parse("model", opened.config)
+    reference: tuple[np.ndarray, np.ndarray] | None = None
+    for dtype, attention_dtype, backends in VARIANTS:
+        with tempfile.TemporaryDirectory() as scratch:
+            request = ExportRequest(
+                opened.config, unit, opened.weights, dtype, attention_dtype=attention_dtype, tokenizer_files=opened.tokenizer_files
+            )
+            bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
+            encoded = [encode(open_tokenizer(bundle), prompt) for prompt in prompts()]
+            reference = reference or transformers_greedy(checkpoint, encoded, n_tokens)
+            tokens, logits = reference
+            for backend in backends:
+                stepper = STEPPERS[backend](bundle)
+                agreement = measure_agreement(logits, forced_logits(stepper, encoded, tokens, CAPACITY))
+                stepper.close()
+                rows.append({"dtype": dtype, "attention_dtype": attention_dtype, "backend": backend, **asdict(agreement)})
+                cli.say(f"{dtype}, attention {attention_dtype}, {backend}: {agreement}")
+    return rows
+
+
+def table(rows: Sequence[dict]) -> Table:
+    shown = Table("dtype", "attention", "backend", "top-1", "greedy tokens", "shortest", "KL, mean", "KL, largest", title_justify="left")
+    shown.title = f"against transformers in float32, {rows[0]['n_prompts']} prompts, {rows[0]['n_tokens']} tokens each"
+    for row in rows:
+        agreement = Agreement(**{name: row[name] for name in Agreement.__dataclass_fields__})
+        shown.add_row(
+            row["dtype"], row["attention_dtype"], row["backend"], f"{agreement.top1:.1%}", f"{agreement.greedy_length:.1f}",
+            str(agreement.shortest_greedy_length), f"{agreement.kl:.1e}", f"{agreement.largest_kl:.1e}",
+        )  # fmt: skip
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.token_agreement")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="after each prompt (default 48)")
+    arguments = parser.parse_args()
+    rows = measure(arguments.checkpoint, arguments.tokens)
+    cli.stderr.print(table(rows))
+    RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

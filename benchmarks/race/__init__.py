@@ -1,0 +1,1 @@
+"""The benchmark against other runtimes: who takes part, in what, and how it is run."""

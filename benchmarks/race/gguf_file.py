@@ -1,0 +1,90 @@
+"""A checkpoint as llama.cpp reads it: a GGUF file of the llama architecture, in float32, half, or quantized by llama.cpp itself.
+
+GGUF wants the rows of Q and K in Meta's order, adjacent pairs, which is the order our weight sources give them in.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import gguf
+
+from benchmarks.machine.processes import measure_command
+from benchmarks.peers.environments import SCRIPTS, prepare
+from exporter.checkpoint.formats import open_checkpoint
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import Unit, weight_shapes
+
+TYPES = {"F32": gguf.GGMLQuantizationType.F32, "F16": gguf.GGMLQuantizationType.F16}
+BLOCK_NAMES = {
+    "attention_norm": "attn_norm", "ffn_norm": "ffn_norm", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v", "attention.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+MODEL_NAMES = {"embedding": "token_embd", "norm": "output_norm", "lm_head": "output"}
+
+
+def make(checkpoint: Path, file: Path, kind: str) -> dict:
+    """Writes `file` in one of TYPES, or by llama.cpp's quantizer in any type that it knows; returns seconds and peak memory.
+
+    Raises:
+        PeerMissing, RuntimeError: llama.cpp is missing, or refuses to quantize.
+    """
+    if kind in TYPES:
+        started = time.perf_counter()
+        convert(checkpoint, file, kind)
+        return {"seconds": round(time.perf_counter() - started, 2)}
+    whole = file.with_suffix(".f32")
+    convert(checkpoint, whole, "F32")
+    figures = measure_command([str(prepare("llama_cpp")), str(SCRIPTS / "llama_cpp_quantize.py"), str(whole), str(file), kind])
+    whole.unlink()
+    return figures
+
+
+def convert(checkpoint: Path, file: Path, kind: str) -> None:
+    """Writes a checkpoint's weights and geometry; norms stay float32. There is no tokenizer in it: it is given token ids."""
+    opened = open_checkpoint(checkpoint)
+    config = opened.config
+    if config.rope_scaling is not None:
+        raise RuntimeError(f"{checkpoint}: its RoPE frequencies are scaled, which this converter does not write")
+    writer = gguf.GGUFWriter(file, "llama")
+    add_geometry(writer, config)
+    writer.add_tokenizer_model("no_vocab")
+    for name in weight_shapes(config, Unit("model", n_layers=config.n_layers)):
+        weight = opened.weights.read(name).float().numpy()
+        writer.add_tensor(gguf_name(name), weight.astype("float16") if kind == "F16" and weight.ndim == 2 else weight)
+    finish(writer)
+
+
+def add_geometry(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """The model's sizes, and what its norms and rotation compute with."""
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.n_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.n_heads)
+    writer.add_head_count_kv(config.n_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Writes all that was added, and closes the file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a weight, from the contract's."""
+    stem = name.removesuffix(".weight")
+    if stem in MODEL_NAMES:
+        return f"{MODEL_NAMES[stem]}.weight"
+    _, layer, rest = stem.split(".", 2)
+    return f"blk.{layer}.{BLOCK_NAMES[rest]}.weight"

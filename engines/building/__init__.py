@@ -1,0 +1,1 @@
+"""From a checked network to an engine file and its record."""

@@ -1,0 +1,68 @@
+"""Puts a bundle's weights into an engine that was built without them, or built to have them replaced. Needs a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from engines.building.publishing import check_engine, check_runnable, publish
+from engines.library.backend import Backend
+from engines.library.gpu import visible_gpus
+from engines.network.parsed import create_logger
+from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
+from exporter.bundle.engine_records import EngineRecord
+from exporter.bundle.manifest import GRAPH_FILE
+from exporter.common.errors import BundleError, CheckFailed
+from exporter.common.timing import timed
+from exporter.placing.placing import check_writable, temporary_file
+
+log = logging.getLogger(__name__)
+
+
+def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> EngineRecord:
+    """Refits an engine from the bundle's graph and weights, in place of the old file.
+
+    The graph must be the one that the engine was built from; the weights may have changed, that is what refitting is for.
+
+    Raises:
+        BundleError: the engine cannot be refitted, is not usable here, or was built from another graph.
+        CheckFailed: TensorRT could not refit it; the old file is as before.
+    """
+    if not record.options.get("refit") and not record.options.get("strip_plan"):
+        raise BundleError(f"engine {record.file}: it was not built for it; build again with --refit or --strip-plan")
+    check_engine(bundle.folder, record)
+    if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
+        raise BundleError(f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again")
+    check_runnable(record, backend.name, backend.version, visible_gpus())
+    check_writable(bundle.folder / ENGINES_FILE, own=True)
+    started = time.perf_counter()
+    with timed(log, "%s refitted with the weights of %s", record.file, bundle.folder):
+        serialized = _refitted(bundle, backend, record)
+    with temporary_file(bundle.folder, record.file) as temporary:
+        with open(temporary, "wb") as file:
+            file.write(serialized)
+        refitted = replace(
+            record,
+            size_bytes=temporary.stat().st_size,
+            sha256=sha256_of(temporary),
+            lineage=bundle.lineage,
+            options=record.options | {"strip_plan": False},
+            build_seconds=round(time.perf_counter() - started, 3),
+        )
+        publish(bundle.folder, temporary, refitted, bundle)
+    return refitted
+
+
+def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryview:
+    trt, logger = backend.trt, create_logger(backend.trt)
+    runtime = trt.Runtime(logger)
+    engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
+    if engine is None:
+        raise CheckFailed(f"engine {record.file}: it does not load: {' '.join(logger.errors[-1:])}")
+    refitter = trt.Refitter(engine, logger)
+    if not trt.OnnxParserRefitter(refitter, logger).refit_from_file(str(bundle.folder / record.graph_file)) or not refitter.refit_cuda_engine():
+        raise CheckFailed(f"engine {record.file}: {backend} could not refit it: {' '.join(logger.errors[-1:])}")
+    config = engine.create_serialization_config()
+    config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
+    return memoryview(engine.serialize_with_config(config))

@@ -1,0 +1,1 @@
+"""Compares backends with each other, operation by operation, and reports the result."""

@@ -1,0 +1,104 @@
+"""Agreement of two backends token by token on real text: what a reader of the text would notice of numerical error.
+
+One backend's greedy continuation of each prompt is the reference; the other is given the same tokens, step by step, and its
+logits are held against the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import numpy as np
+
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.protocol import Stepper
+
+PROMPTS_FILE = "prompts.txt"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a candidate's tokens are the reference's.
+
+    Attributes:
+        n_prompts, n_tokens: prompts, and tokens after each.
+        top1: share of positions where both find the same token most likely.
+        greedy_length: tokens until the candidate's own greedy text would leave the reference's, mean over prompts;
+            n_tokens where it never does.
+        shortest_greedy_length: of the prompt that leaves first.
+        kl, largest_kl: KL divergence of the candidate's distribution from the reference's in nats, mean and largest.
+    """
+
+    n_prompts: int
+    n_tokens: int
+    top1: float
+    greedy_length: float
+    shortest_greedy_length: int
+    kl: float
+    largest_kl: float
+
+
+def prompts() -> list[str]:
+    """The fixed prompts, one a line."""
+    return resources.files("engines.comparison").joinpath(PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
+
+
+def measure_agreement(reference: np.ndarray, candidate: np.ndarray) -> Agreement:
+    """Compares logits [prompts, tokens, V] of the same positions, both in at least float32."""
+    same = reference.argmax(-1) == candidate.argmax(-1)
+    lengths = np.where(same.all(1), same.shape[1], (~same).argmax(1))
+    kl = _kl_divergence(reference, candidate)
+    return Agreement(
+        n_prompts=same.shape[0],
+        n_tokens=same.shape[1],
+        top1=float(same.mean()),
+        greedy_length=float(lengths.mean()),
+        shortest_greedy_length=int(lengths.min()),
+        kl=float(kl.mean()),
+        largest_kl=float(kl.max()),
+    )
+
+
+def _kl_divergence(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """Σ p · (log p − log q) over the vocabulary, at every position."""
+    log_p, log_q = _log_softmax(reference), _log_softmax(candidate)
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def greedy_logits(stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Continues prompts greedily, all in one batch; end tokens do not end it.
+
+    Returns:
+        Tokens int64 [prompts, n_tokens] and the logits float32 [prompts, n_tokens, V] they were chosen from.
+    """
+    return _decode(stepper, prompts, n_tokens, capacity, None)
+
+
+def forced_logits(stepper: Stepper, prompts: Sequence[Sequence[int]], tokens: np.ndarray, capacity: int) -> np.ndarray:
+    """The logits float32 [prompts, n_tokens, V] where a backend is given the reference's tokens [prompts, n_tokens]."""
+    return _decode(stepper, prompts, tokens.shape[1], capacity, tokens)[1]
+
+
+def _decode(
+    stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int, forced: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([len(prompt) for prompt in prompts])
+    x = np.zeros((len(prompts), lengths.max()), np.int64)
+    for row, prompt in enumerate(prompts):
+        x[row, : len(prompt)] = prompt
+    cache = stepper.new_cache(len(prompts), capacity)
+    past_lens, seq_lens = np.zeros_like(lengths), lengths
+    tokens, logits = [], []
+    for step in range(n_tokens):
+        logits.append(stepper.run(step_feeds("input_ids", x, past_lens, seq_lens), cache)["logits"])
+        tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
+        past_lens, seq_lens, x = past_lens + seq_lens, np.ones_like(lengths), tokens[-1][:, None]
+    cache.free()
+    return np.stack(tokens, 1), np.stack(logits, 1)

@@ -1,0 +1,169 @@
+"""Observers: run a step and see every named value in it, as computed or with reference values in place of what came before.
+
+The names are those of the graph (`blocks.3.mlp.up_proj`), which the eager definition also gives. Eager and the interpreter
+show values as they go; onnxruntime runs edited copies of the graph, one with every named value as an output, and one that is
+cut at every named value, so that each operation reads a value it is given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import helper
+from torch import Tensor
+
+from engines.interpreter.stepper import InterpreterStepper
+from exporter.spec.contract import Contract, numpy_dtype
+from exporter.steppers.eager_stepper import EagerStepper, to_numpy, to_torch
+from exporter.steppers.onnxruntime_stepper import open_session, refusals
+from exporter.steppers.protocol import HostCache
+
+Values = dict[str, np.ndarray]  # by name
+
+SCORES = "attention.scores"  # lies inside the attention operation: it is seen, and never given
+_GIVEN = "/given"
+
+
+class Observer(ABC):
+    """Runs steps of one backend and shows what happens inside.
+
+    Attributes:
+        backend: "eager", "onnxruntime" or "interpreter".
+        description: backend and version in words.
+        contract: inputs and outputs of what it runs; its dtypes are those of the cache.
+        rounds_each_operation: whether every operation's result has the graph's own dtype. onnxruntime computes half graphs in
+            float32 and rounds where it must, so its results need not be bit-equal to the definition's.
+        integer_weights: whether the graph's weights are stored in integers.
+    """
+
+    backend: str
+    description: str
+    contract: Contract
+    rounds_each_operation: bool = True
+    integer_weights: bool = False
+
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        return HostCache(self.contract, n_rows, capacity)
+
+    @abstractmethod
+    def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
+        """Runs one step over all rows of the cache, which it updates in place.
+
+        Args:
+            feeds: the step's inputs by name.
+            cache: of this observer.
+            given: values to put in place of those named, once computed; every later operation reads these.
+
+        Returns:
+            Every named value as it was computed, before any replacement.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not abstract on purpose: most observers hold nothing
+        """Frees what the observer holds."""
+
+
+class StepperObserver(Observer):
+    """Sees through a stepper that calls out each value: eager or the interpreter."""
+
+    def __init__(self, stepper: EagerStepper | InterpreterStepper, names: Iterable[str] | None = None) -> None:
+        """`names` are the values to see; None sees all."""
+        self.backend, self.description, self.contract = stepper.backend, stepper.description, stepper.contract
+        self._stepper, self._names = stepper, None if names is None else frozenset(names)
+
+    def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
+        seen: Values = {}
+
+        def see(name: str, x: Tensor) -> Tensor:
+            if self._names is not None and name not in self._names:
+                return x
+            seen[name] = to_numpy(x).copy()  # cache rows are views of what the next step changes
+            return to_torch(given[name]).to(x.dtype) if given and name in given else x
+
+        self._stepper.run(feeds, cache, see=see)
+        return seen
+
+    def close(self) -> None:
+        self._stepper.close()
+
+
+class GraphObserver(Observer):
+    """Sees through an ONNX graph in onnxruntime on the CPU, by running edited copies of it."""
+
+    backend = "onnxruntime"
+    rounds_each_operation = False
+
+    def __init__(self, graph_path: Path, contract: Contract, names: Iterable[str]) -> None:
+        self.contract = contract
+        self.description = f"onnxruntime {onnxruntime.__version__} on CPUExecutionProvider, every named value an output"
+        self._path = graph_path
+        model = onnx.load(graph_path, load_external_data=False)
+        self.integer_weights = any(node.op_type == "DequantizeLinear" for node in model.graph.node)
+        self._names = _add_outputs(model, names)
+        self._tapped = self._session(model)
+        self._cut: onnxruntime.InferenceSession | None = None
+
+    def _session(self, model: onnx.ModelProto) -> onnxruntime.InferenceSession:
+        return open_session(model.SerializeToString(), data_folder=self._path.parent)
+
+    def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
+        """As `Observer.observe`; the graph cut at every named value is made at the first step that gives any."""
+        session, inputs = self._tapped, {}
+        if given is not None:
+            if self._cut is None:
+                self._cut = self._session(self._cut_model())
+            session = self._cut
+            types = {entry.name: _NUMPY_TYPES[entry.type] for entry in session.get_inputs()}
+            inputs = {name: given[name.removesuffix(_GIVEN)].astype(dtype) for name, dtype in types.items() if name.endswith(_GIVEN)}
+        for spec in self.contract.step_inputs:
+            inputs[spec.name] = feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)
+        pasts, presents = zip(*self.contract.cache_pairs, strict=True)
+        inputs |= dict(zip(pasts, cache.arrays, strict=True))
+        with refusals():
+            results = session.run([*presents, *self._names], inputs)
+        for array, present in zip(cache.arrays, results[: len(presents)], strict=True):
+            array[:] = present
+        return dict(zip(self._names, results[len(presents) :], strict=True))
+
+    def _cut_model(self) -> onnx.ModelProto:
+        model = onnx.load(self._path, load_external_data=False)
+        names = _add_outputs(model, self._names)
+        types = {output.name: _ONNX_TYPES[output.type] for output in self._tapped.get_outputs()}
+        cut = [name for name in names if not name.endswith(SCORES)]
+        for node in model.graph.node:
+            for index, name in enumerate(node.input):
+                if name in cut:
+                    node.input[index] = name + _GIVEN
+        model.graph.input.extend(helper.make_tensor_value_info(name + _GIVEN, types[name], None) for name in cut)
+        return model
+
+    def close(self) -> None:
+        self._tapped = self._cut = None
+
+
+_ONNX_TYPES = {
+    f"tensor({name})": number for name, number in (("float16", 10), ("float", 1), ("double", 11), ("bool", 9), ("int64", 7), ("int32", 6))
+}
+_NUMPY_TYPES = {text: helper.tensor_dtype_to_np_dtype(number) for text, number in _ONNX_TYPES.items()}
+
+
+def _add_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
+    """Makes every value of those names an output, attention scores included; returns the names that the graph has."""
+    _show_scores(model.graph)
+    computed = {name for node in model.graph.node for name in node.output}
+    outputs = {output.name for output in model.graph.output}
+    found = [name for name in names if name in computed]
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in found if name not in outputs)
+    return found
+
+
+def _show_scores(graph: onnx.GraphProto) -> None:
+    """Gives every Attention its fourth output, the scaled products of queries and keys, named beside its result."""
+    for node in graph.node:
+        if node.op_type == "Attention" and len(node.output) == 1:
+            prefix = node.output[0].split("/")[0].removesuffix("attention.heads")
+            node.output.extend(["", "", prefix + SCORES])

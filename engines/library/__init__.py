@@ -1,0 +1,1 @@
+"""The libraries that a GPU needs: TensorRT, CUDA, and tensors shared by DLPack."""

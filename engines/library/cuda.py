@@ -1,0 +1,174 @@
+"""The few CUDA calls that decoding needs, behind one small interface: memory, copies, a stream, graphs.
+
+`RuntimeCuda` is the real one, over cuda-python. Tests put a strict double in its place, so that the TensorRT stepper's own
+logic runs on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from exporter.common.errors import BackendError
+
+ALIGNMENT_BYTES = 256
+
+
+class CudaError(RuntimeError):
+    """A CUDA call failed: its name and the driver's reason."""
+
+
+class Cuda(ABC):
+    """Device 0 and one stream. Addresses are integers; copies and fills are queued on the stream, in order.
+
+    Attributes:
+        stream: handle of the stream, for TensorRT.
+    """
+
+    stream: int
+
+    @abstractmethod
+    def allocate(self, n_bytes: int) -> int:
+        """Device memory, aligned to 256 bytes and zeroed; returns its address."""
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Gives memory back."""
+
+    @abstractmethod
+    def upload(self, address: int, array: np.ndarray) -> None:
+        """Queues a copy of a contiguous host array to the device; the array must live until `synchronize`."""
+
+    @abstractmethod
+    def download(self, array: np.ndarray, address: int) -> None:
+        """Queues a copy from the device into a contiguous host array."""
+
+    @abstractmethod
+    def zero(self, address: int, pitch: int, width: int, height: int) -> None:
+        """Queues zeros into `height` runs of `width` bytes, `pitch` bytes apart."""
+
+    @abstractmethod
+    def copy(self, destination: int, source: int, pitch: int, width: int, height: int) -> None:
+        """Queues a copy on the device of `height` runs of `width` bytes, `pitch` bytes apart on both sides."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for the stream; raises what went wrong on it."""
+
+    @abstractmethod
+    def capture(self, work: Callable[[], None]) -> Any:
+        """Records what `work` queues instead of running it; `launch` runs the object it gives.
+
+        However that ends, by an interrupt too, the stream records no more. A context manager could not promise it: an interrupt
+        between its entry and its block leaves it open.
+        """
+
+    @abstractmethod
+    def launch(self, graph: Any) -> None:
+        """Queues a recorded graph."""
+
+    @abstractmethod
+    def destroy_graph(self, graph: Any) -> None:
+        """Frees a recorded graph."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Device memory that is free."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Destroys the stream. Closing twice is not an error: the engines of one unit share a stream."""
+
+
+class _Graph:
+    """A recorded graph's executable handle, filled when its capture has ended."""
+
+    executable: Any = None
+
+
+class RuntimeCuda(Cuda):
+    """The CUDA runtime, through cuda-python.
+
+    Raises:
+        BackendError: cuda-python is not installed, or there is no usable device.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cuda.bindings import runtime
+        except ImportError:
+            raise BackendError("backend tensorrt: cuda-python is not installed; run pip install 'blockline[tensorrt]'") from None
+        self._runtime = runtime
+        try:
+            self.stream = int(self._call("cudaStreamCreate"))
+        except CudaError as error:
+            raise BackendError(f"backend tensorrt: no usable GPU ({error})") from None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *results = getattr(self._runtime, name)(*arguments)
+        if int(error) != 0:
+            raise CudaError(f"{name}: {self._runtime.cudaGetErrorName(error)[1].decode()}")
+        return results[0] if len(results) == 1 else results
+
+    def allocate(self, n_bytes: int) -> int:
+        address = int(self._call("cudaMalloc", n_bytes))
+        try:
+            self._call("cudaMemsetAsync", address, 0, n_bytes, self.stream)
+        except BaseException:
+            self.free(address)
+            raise
+        return address
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", address)
+
+    def upload(self, address: int, array: np.ndarray) -> None:
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call("cudaMemcpyAsync", address, array.ctypes.data, array.nbytes, kind, self.stream)
+
+    def download(self, array: np.ndarray, address: int) -> None:
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._call("cudaMemcpyAsync", array.ctypes.data, address, array.nbytes, kind, self.stream)
+
+    def zero(self, address: int, pitch: int, width: int, height: int) -> None:
+        self._call("cudaMemset2DAsync", address, pitch, 0, width, height, self.stream)
+
+    def copy(self, destination: int, source: int, pitch: int, width: int, height: int) -> None:
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._call("cudaMemcpy2DAsync", destination, pitch, source, pitch, width, height, kind, self.stream)
+
+    def synchronize(self) -> None:
+        self._call("cudaStreamSynchronize", self.stream)
+
+    def capture(self, work: Callable[[], None]) -> _Graph:
+        """Records what `work` puts on the stream, and nothing of it runs; where it fails, the stream is left as it was."""
+        graph = _Graph()
+        try:
+            self._call("cudaStreamBeginCapture", self.stream, self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+            work()
+        except BaseException:
+            with contextlib.suppress(CudaError):  # it may not have begun, or be void
+                self._call("cudaGraphDestroy", self._call("cudaStreamEndCapture", self.stream))
+            raise
+        captured = self._call("cudaStreamEndCapture", self.stream)
+        graph.executable = self._call("cudaGraphInstantiate", captured, 0)
+        self._call("cudaGraphDestroy", captured)
+        return graph
+
+    def launch(self, graph: _Graph) -> None:
+        self._call("cudaGraphLaunch", graph.executable, self.stream)
+
+    def destroy_graph(self, graph: _Graph) -> None:
+        self._call("cudaGraphExecDestroy", graph.executable)
+
+    def free_bytes(self) -> int:
+        return int(self._call("cudaMemGetInfo")[0])
+
+    def close(self) -> None:
+        stream, self.stream = self.stream, 0
+        if stream:
+            self._call("cudaStreamDestroy", stream)

@@ -1,0 +1,175 @@
+"""A parsed TensorRT network: read from an ONNX source, and made legible as plain data for checks and inspection."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from engines.library.backend import Backend
+from exporter.common.errors import BackendError, CheckFailed
+from exporter.common.timing import timed
+
+log = logging.getLogger(__name__)
+
+DTYPE_NAMES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT64": "int64", "INT32": "int32", "BOOL": "bool", "INT8": "int8", "INT4": "int4"}
+
+
+def create_logger(trt: Any) -> Any:
+    """A logger for a TensorRT module that keeps what was said, by severity, and prints nothing."""
+
+    class Logger(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+            self.warnings: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message.strip())
+            elif severity == trt.ILogger.WARNING:
+                self.warnings.append(message.strip())
+
+    return Logger()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output of a network: -1 stands for a dynamic axis."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention: what the parser understood of it.
+
+    Attributes:
+        queries, keys: shapes [B, H, T, D] and [B, K, L, D].
+        dtype: of the queries.
+        mask: whether it has an explicit mask.
+        causal_kind: "NONE", "UPPER_LEFT", …
+        key_value_lengths: whether it takes lengths of keys and values.
+    """
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: str
+    mask: bool
+    causal_kind: str
+    key_value_lengths: bool
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """One KV-cache update: the tensor it updates, what it puts out, and which of both are the network's own."""
+
+    name: str
+    past: str
+    present: str
+    past_is_input: bool
+    present_is_output: bool
+
+
+@dataclass
+class ParsedNetwork:
+    """A network and what keeps it alive: TensorRT objects must outlive what was made from them.
+
+    Attributes:
+        backend, builder, network, parser, logger: as TensorRT made them.
+        layer_types: how many layers of each type.
+    """
+
+    backend: Backend
+    builder: Any
+    network: Any
+    parser: Any
+    logger: Any
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    attention: tuple[AttentionLayer, ...] = ()
+    cache_updates: tuple[CacheUpdate, ...] = ()
+    layer_types: Counter[str] = field(default_factory=Counter)
+
+
+def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> ParsedNetwork:
+    """Parses an ONNX model whose external data lies beside `path`; the data never passes through a protobuf.
+
+    Raises:
+        CheckFailed: TensorRT's parser refuses the graph; the message has the node and the parser's reason.
+    """
+    trt, logger = backend.trt, create_logger(backend.trt)
+    builder = trt.Builder(logger)
+    if builder is None:
+        raise BackendError(f"{backend}: it cannot create a builder: {' '.join(logger.errors[-1:])}")
+    network = builder.create_network(_strongly_typed(trt))
+    parser = trt.OnnxParser(network, logger)
+    with timed(log, "%s parsed by %s", path, backend):
+        good = parser.parse(model.SerializeToString(), str(path))
+    for warning in logger.warnings:
+        log.debug("%s: %s", backend, warning)
+    if not good:
+        errors = [parser.get_error(i) for i in range(parser.num_errors)]
+        reasons = [f"{error.node_name() or error.node_operator()}: {error.desc()}" for error in errors]
+        raise CheckFailed(f"{path}: {backend} does not parse it:\n  " + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"]))
+    parsed = ParsedNetwork(backend, builder, network, parser, logger)
+    try:
+        parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
+        parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
+        _read_layers(parsed)
+    except (RuntimeError, ValueError) as error:  # shapes that contradict each other show when they are asked for
+        raise CheckFailed(f"{path}: {backend} parses it and cannot tell its shapes ({error}): {' '.join(logger.errors[-1:])}") from None
+    log.info("%d layers, %d attentions, %d cache updates", network.num_layers, len(parsed.attention), len(parsed.cache_updates))
+    return parsed
+
+
+def _strongly_typed(trt: Any) -> int:
+    """Creation flags for a strongly typed network: TensorRT 10 asks for it, later ones know nothing else."""
+    flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+    return 0 if flag is None else 1 << int(flag)
+
+
+def _read_layers(parsed: ParsedNetwork) -> None:
+    trt = parsed.backend.trt
+    attention, updates = [], []
+    for i in range(parsed.network.num_layers):
+        layer = parsed.network.get_layer(i)
+        kind = layer.type.name
+        parsed.layer_types[kind] += 1
+        if kind == "ATTENTION_INPUT":
+            layer.__class__ = trt.IAttentionInputLayer  # properties of a layer show once its class is its own
+            attention.append(_attention(layer))
+        elif kind == "KV_CACHE_UPDATE":
+            past, present = layer.get_input(0), layer.get_output(0)
+            updates.append(CacheUpdate(layer.name, past.name, present.name, past.is_network_input, present.is_network_output))
+    parsed.attention, parsed.cache_updates = tuple(attention), tuple(updates)
+
+
+def _attention(layer: Any) -> AttentionLayer:
+    attention = layer.attention
+    queries, keys = layer.get_input(0), layer.get_input(1)
+    return AttentionLayer(
+        name=layer.name,
+        queries=tuple(queries.shape),
+        keys=tuple(keys.shape),
+        dtype=dtype_name(queries.dtype),
+        mask=attention.mask is not None,
+        causal_kind=attention.causal_kind.name,
+        key_value_lengths=attention.key_value_lengths is not None,
+    )
+
+
+def _tensor(tensor: Any) -> Tensor:
+    return Tensor(tensor.name, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def dtype_name(dtype: Any) -> str:
+    """Our name of a TensorRT dtype."""
+    return DTYPE_NAMES.get(dtype.name, dtype.name.lower())

@@ -1,0 +1,151 @@
+"""Optimization profiles: the shapes an engine accepts. Pure arithmetic over axis names, and the spellings people know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from exporter.common.errors import InputError
+from exporter.spec.catalogue import LARGEST_COUNT, short
+from exporter.spec.contract import BATCH, DEFAULT_CACHE_CAPACITY, SEQUENCE, TOTAL
+
+DEFAULT_MAX_BATCH = 4
+DEFAULT_MAX_SEQ_LEN = 512
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Smallest, most likely and largest shape of one input; TensorRT tunes for the middle one."""
+
+    min: Shape
+    opt: Shape
+    max: Shape
+
+    def to_dict(self) -> dict:
+        return {"min": list(self.min), "opt": list(self.opt), "max": list(self.max)}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One profile: a name for people, and the range of every input."""
+
+    name: str
+    ranges: dict[str, Range]
+
+    def to_dict(self) -> dict:
+        return {"name": self.name, "ranges": {name: r.to_dict() for name, r in self.ranges.items()}}
+
+
+def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int | None) -> list[Profile]:
+    """Two profiles over one engine: decode (T = 1) and prefill (T = 1 … max_seq_len), batch and total length dynamic.
+
+    A graph without a sequence axis gets one.
+
+    Args:
+        axes: input name → number or symbol of each axis, the capacity already a number.
+        max_batch: most sequences of one step.
+        max_seq_len: most new tokens of one step, not the total.
+        cache_capacity: most tokens that a step reads; None for a graph without a cache, which reads up to 2,048 or max_seq_len.
+
+    Raises:
+        InputError: a limit is below 1, max_seq_len is beyond the capacity, or an axis has a name with no known range.
+    """
+    for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len), ("cache_capacity", cache_capacity)):
+        if value is not None and not 1 <= value <= LARGEST_COUNT:
+            raise InputError(f"profile {name}: got {short(value)}, expected 1 to {LARGEST_COUNT:,}")
+    if cache_capacity is not None and max_seq_len > cache_capacity:
+        raise InputError(
+            f"profile max_seq_len: got {max_seq_len}, expected at most the cache capacity {cache_capacity}; lower it or raise --cache-capacity"
+        )
+    symbols = {axis for shape in axes.values() for axis in shape if isinstance(axis, str)}
+    unknown = sorted(symbols - {BATCH, SEQUENCE, TOTAL})
+    if unknown:
+        raise InputError(
+            f"profile: no known range for axes {unknown}, expected {BATCH}, {SEQUENCE} or {TOTAL}; give --min-shapes, --opt-shapes and --max-shapes"
+        )
+    longest = max(DEFAULT_CACHE_CAPACITY, max_seq_len) if cache_capacity is None else cache_capacity
+    batch, total = (1, max_batch, max_batch), (1, max(1, longest // 2), longest)
+    sequences = {"decode": (1, 1, 1), "prefill": (1, max_seq_len, max_seq_len)} if SEQUENCE in symbols else {"all": (1, 1, 1)}
+    return [Profile(name, _ranges(axes, {BATCH: batch, SEQUENCE: sequence, TOTAL: total})) for name, sequence in sequences.items()]
+
+
+def _ranges(axes: Mapping[str, Sequence[int | str]], sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
+    return {
+        name: Range(*(tuple(sizes[axis][which] if isinstance(axis, str) else axis for axis in shape) for which in range(3)))
+        for name, shape in axes.items()
+    }
+
+
+def parse_shapes(text: str) -> dict[str, Shape]:
+    """Reads shapes as trtexec writes them, `x:1x16,mask:1x32`, or as Polygraphy does, `x:[1,16]`, also several by commas.
+
+    Raises:
+        InputError: anything else, or one name twice.
+    """
+    shapes: dict[str, Shape] = {}
+    for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
+        match = re.fullmatch(r"\s*([^\s\[\];,]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
+        if match is None:
+            raise InputError(f"shapes: got {short(entry)}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
+        if match[1] in shapes:
+            raise InputError(f"shapes: {match[1]} is given twice in {text!r}")
+        if any(len(size) > 10 for size in re.findall(r"\d+", match[2] or match[3])):
+            raise InputError(f"shapes: got {short(entry)}, expected sizes below 2³¹")
+        shapes[match[1]] = tuple(int(size) for size in re.findall(r"\d+", match[2] or match[3]))
+    return shapes
+
+
+def explicit_profiles(axes: Mapping[str, Sequence[int | str]], minima: Sequence[str], optima: Sequence[str], maxima: Sequence[str]) -> list[Profile]:
+    """Profiles from shapes that the user spelt out: the n-th of each list makes the n-th profile.
+
+    Raises:
+        InputError: the lists differ in length, an input is missing or unknown, or min ≤ opt ≤ max does not hold.
+    """
+    if not len(minima) == len(optima) == len(maxima):
+        raise InputError(
+            f"profiles: got {len(minima)} --min-shapes, {len(optima)} --opt-shapes and {len(maxima)} --max-shapes, expected as many of each"
+        )
+    return [
+        Profile(f"profile {index}", _explicit_ranges(axes, texts, index))
+        for index, texts in enumerate(zip(minima, optima, maxima, strict=True))
+    ]
+
+
+def _explicit_ranges(axes: Mapping[str, Sequence[int | str]], texts: tuple[str, str, str], index: int) -> dict[str, Range]:
+    minima, optima, maxima = (parse_shapes(text) for text in texts)
+    dynamic = {name for name, shape in axes.items() if any(isinstance(axis, str) for axis in shape)}
+    for kind, shapes in (("min", minima), ("opt", optima), ("max", maxima)):
+        unknown, missing = sorted(set(shapes) - set(axes)), sorted(dynamic - set(shapes))
+        if unknown or missing:
+            raise InputError(f"profile {index} {kind}: unknown inputs {unknown}, missing inputs {missing}; the graph has {sorted(axes)}")
+    ranges = {}
+    for name, shape in axes.items():
+        fixed = tuple(axis for axis in shape if isinstance(axis, int))  # all of it, where it may be left out
+        r = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
+        for size in (r.min, r.opt, r.max):
+            if len(size) != len(shape) or any(isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)):
+                raise InputError(f"profile {index} {name}: got shape {list(size)}, expected {list(shape)}")
+        if not all(1 <= low <= middle <= high <= LARGEST_COUNT for low, middle, high in zip(r.min, r.opt, r.max, strict=True)):
+            got = f"min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}"
+            raise InputError(f"profile {index} {name}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
+        ranges[name] = r
+    return ranges
+
+
+def check_capacity(profiles: Sequence[Profile], cache_capacity: int) -> None:
+    """Refuses profiles that let a step read or write beyond the cache.
+
+    Raises:
+        InputError: names the profile, what it asks for and the capacity.
+    """
+    for profile in profiles:
+        for name, does in (("attention_mask", "reads"), ("position_ids", "writes")):
+            r = profile.ranges.get(name)
+            if r is not None and len(r.max) == 2 and r.max[1] > cache_capacity:
+                raise InputError(
+                    f"{profile.name}: it {does} up to {r.max[1]} cached tokens, the cache capacity is {cache_capacity}; "
+                    "lower --max-shapes or raise --cache-capacity"
+                )

@@ -1,0 +1,1 @@
+"""Runs engines: device caches, CUDA graphs, and several engines as one model."""

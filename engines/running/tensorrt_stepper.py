@@ -1,0 +1,426 @@
+"""The TensorRT stepper: an engine over one in-place cache, past and present at one address, decode steps replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from engines.building.publishing import check_engine, check_lineage, check_runnable
+from engines.library.backend import choose_backend
+from engines.library.cuda import ALIGNMENT_BYTES, Cuda
+from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
+from engines.library.gpu import visible_gpus
+from engines.network.parsed import create_logger, dtype_name
+from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import EngineRecord, file_problem, read_records
+from exporter.common.errors import BackendError, BundleError, InputError
+from exporter.spec.contract import BATCH, CAPACITY, Contract, TensorSpec, numpy_dtype
+from exporter.steppers.protocol import Cache, OnDevice, Stepper
+
+log = logging.getLogger(__name__)
+
+GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
+MAX_GRAPHS = 32
+
+
+class DeviceCache(Cache):
+    """A cache in device memory: one 256-byte-aligned buffer for each cache tensor, [rows, K, C, D] in the bundle's dtype.
+
+    Attributes:
+        addresses: of each cache tensor, in the contract's order.
+    """
+
+    def __init__(self, cuda: Cuda, specs: Sequence[TensorSpec], n_rows: int, capacity: int) -> None:
+        self.n_rows, self.capacity = n_rows, capacity
+        self._cuda, self._specs = cuda, specs
+        self.addresses: list[int] = []
+        try:
+            for spec in specs:
+                self.addresses.append(cuda.allocate(n_rows * self._row_bytes(spec)))
+        except BaseException:
+            self.free()
+            raise
+
+    def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        return spec.shape({BATCH: self.n_rows, CAPACITY: self.capacity})[1:]
+
+    def _token_bytes(self, spec: TensorSpec) -> int:
+        return self._row_shape(spec)[2] * numpy_dtype(spec.dtype).itemsize
+
+    def _row_bytes(self, spec: TensorSpec) -> int:
+        return math.prod(self._row_shape(spec)) * numpy_dtype(spec.dtype).itemsize
+
+    def row_addresses(self, row: int) -> list[int]:
+        """Where a row begins in each tensor: what a step over rows from there on binds."""
+        return [address + row * self._row_bytes(spec) for address, spec in zip(self.addresses, self._specs, strict=True)]
+
+    def zero(self, row: int, start: int, stop: int) -> None:
+        if stop <= start:
+            return
+        for address, spec in zip(self.row_addresses(row), self._specs, strict=True):
+            token = self._token_bytes(spec)
+            self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, self._row_shape(spec)[0])
+        self._cuda.synchronize()
+
+    def copy(self, source: int, destination: int, length: int) -> None:
+        if length == 0:
+            return
+        for to, at, spec in zip(self.row_addresses(destination), self.row_addresses(source), self._specs, strict=True):
+            token = self._token_bytes(spec)
+            self._cuda.copy(to, at, self.capacity * token, length * token, self._row_shape(spec)[0])
+        self._cuda.synchronize()
+
+    def read(self, row: int, length: int) -> list[np.ndarray]:
+        whole = [np.empty(self._row_shape(spec), numpy_dtype(spec.dtype)) for spec in self._specs]
+        for array, address in zip(whole, self.row_addresses(row), strict=True):
+            self._cuda.download(array, address)
+        self._cuda.synchronize()
+        return [np.ascontiguousarray(array[:, :length]) for array in whole]
+
+    def write(self, row: int, tensors: list[np.ndarray]) -> None:
+        whole = self.read(row, self.capacity)
+        for array, tensor, address in zip(whole, tensors, self.row_addresses(row), strict=True):
+            array[:, : tensor.shape[1]] = tensor
+            self._cuda.upload(address, array)
+        self._cuda.synchronize()
+
+    def free(self) -> None:
+        _free_all(self._cuda, self.addresses)
+
+
+@dataclass(frozen=True)
+class PassedOn:
+    """Hidden states [B, T, E] that lie where the next part reads them."""
+
+    address: int
+    shape: tuple[int, ...]
+
+
+class TensorRTStepper(Stepper[DeviceCache], OnDevice):
+    """Runs an engine that was built from the bundle.
+
+    Each profile has an execution context of its own, and so has each captured graph, because a graph is only good while its
+    context's shapes and addresses stay. Inputs and outputs have one device buffer each, large enough for every profile, so
+    their addresses never change.
+
+    Attributes:
+        max_batch, max_seq_len: the most sequences and new tokens of a step that some profile takes.
+        cache_capacity: the engine's.
+        cuda_graphs: whether decode steps are captured and replayed.
+    """
+
+    backend = "tensorrt"
+
+    def __init__(self, bundle: Bundle, record: EngineRecord, trt: Any, cuda: Cuda, cuda_graphs: bool = True) -> None:
+        self.contract = bundle.manifest.contract
+        self.cache_capacity = record.decode_capacity()
+        self.cuda_graphs = cuda_graphs
+        self.description = f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
+        self._trt, self._cuda = trt, cuda
+        self._buffers: dict[str, int] = {}
+        self._followed: set[str] = set()  # inputs that lie in another part's buffer
+        self._graphs: OrderedDict[tuple, tuple[Any, Any]] = OrderedDict()  # (profile, B, L, cache addresses) → (graph, its context)
+        self._logger = create_logger(trt)
+        try:
+            self._load(bundle, record)
+        except BaseException:
+            self.free()
+            raise
+
+    def _load(self, bundle: Bundle, record: EngineRecord) -> None:
+        """Reads the engine, and makes its buffers and contexts."""
+        trt, cuda = self._trt, self._cuda
+        self._runtime = trt.Runtime(self._logger)
+        self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
+        if self._engine is None:
+            raise BundleError(f"engine {record.file}: it does not load: {' '.join(self._logger.errors[-1:]) or 'no reason given'}")
+        self._pairs = _cache_pairs(self._engine, self.contract)
+        self._check_tensors(record)
+        self._profiles = range(self._engine.num_optimization_profiles)
+        self._ranges = [self._profile_ranges(index) for index in self._profiles]
+        name = self.contract.step_inputs[1].name  # position_ids [B, T]
+        self.max_batch, self.max_seq_len = (max(ranges[name][2][axis] for ranges in self._ranges) for axis in (0, 1))
+        for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
+            self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
+        self._contexts = [self._new_context(index) for index in self._profiles]
+
+    @property
+    def graph_count(self) -> int:
+        """How many decode graphs are captured."""
+        return len(self._graphs)
+
+    # --- set-up ----------------------------------------------------------------------------------------------------------
+
+    def _check_tensors(self, record: EngineRecord) -> None:
+        """The engine's inputs and outputs must be the contract's, in name, mode and dtype."""
+        engine, mode = self._engine, self._trt.TensorIOMode
+        got = {}
+        for index in range(engine.num_io_tensors):
+            name = engine.get_tensor_name(index)
+            got[name] = (engine.get_tensor_mode(name) == mode.INPUT, dtype_name(engine.get_tensor_dtype(name)))
+        expected = {spec.name: (True, spec.dtype) for spec in self.contract.inputs} | {
+            spec.name: (False, spec.dtype) for spec in self.contract.outputs
+        }
+        if got != expected:
+            wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
+            raise BundleError(f"engine {record.file}: its tensors {wrong} are not those of the bundle; build again")
+
+    def _profile_ranges(self, index: int) -> dict[str, list[tuple[int, ...]]]:
+        return {spec.name: [tuple(shape) for shape in self._engine.get_tensor_profile_shape(spec.name, index)] for spec in self.contract.inputs}
+
+    def _largest_bytes(self, spec: TensorSpec) -> int:
+        sizes = {"batch_size": self.max_batch, "sequence_length": self.max_seq_len, "total_sequence_length": self.cache_capacity}
+        return -(-math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def _new_context(self, profile: int) -> Any:
+        context = self._engine.create_execution_context()
+        if context is None:
+            raise BackendError(f"{self.description}: it cannot create an execution context: {' '.join(self._logger.errors[-1:])}")
+        if not context.set_optimization_profile_async(profile, self._cuda.stream):
+            raise BackendError(f"{self.description}: it refuses profile {profile}: {' '.join(self._logger.errors[-1:])}")
+        self._cuda.synchronize()
+        return context
+
+    def new_cache(self, n_rows: int, capacity: int) -> DeviceCache:
+        if capacity != self.cache_capacity:
+            raise InputError(f"cache_capacity: got {capacity}, expected {self.cache_capacity}, which the engine was built for")
+        return DeviceCache(self._cuda, self.contract.cache_specs, n_rows, capacity)
+
+    # --- steps -----------------------------------------------------------------------------------------------------------
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: DeviceCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+        assert cache is not None, "only units with a cache are stepped in an engine"
+        outputs = {}
+        for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
+            outputs[name] = np.empty(shape, dtype)
+            self._cuda.download(outputs[name], self._buffers[name])
+        self._cuda.synchronize()
+        return outputs
+
+    def run_on_device(self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int = 0) -> dict[str, DeviceTensor]:
+        outputs = {}
+        for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
+            n_bytes = math.prod(shape) * dtype.itemsize
+            address = self._cuda.allocate(n_bytes)
+            outputs[name] = DeviceTensor.owning(address, shape, dtype, partial(self._cuda.free, address))
+            self._cuda.copy(address, self._buffers[name], n_bytes, n_bytes, 1)
+        self._cuda.synchronize()
+        return outputs
+
+    def pass_on(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int = 0) -> PassedOn:
+        _, shape = self._step(feeds, cache, first_row)["hidden_states_out"]
+        return PassedOn(self._buffers["hidden_states_out"], shape)
+
+    def follow(self, previous: TensorRTStepper) -> None:
+        """Reads hidden states where the part before this one leaves them; both must share one stream."""
+        self._cuda.free(self._buffers["hidden_states"])
+        self._buffers["hidden_states"] = previous._buffers["hidden_states_out"]
+        self._followed.add("hidden_states")
+
+    def import_tensor(self, x: Any) -> DeviceTensor:
+        return import_tensor(x, self._cuda.stream)
+
+    def to_host(self, tensor: DeviceTensor) -> np.ndarray:
+        array = np.empty(tensor.shape, tensor.dtype)
+        self._cuda.download(array, tensor.address)
+        self._cuda.synchronize()
+        return array
+
+    def _step(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """Queues a step; returns dtype and shape of each output, which its buffer holds once the stream is done."""
+        inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
+        batch, seq_len = inputs["position_ids"].shape
+        captured = self.cuda_graphs and seq_len == 1
+        if captured:
+            inputs["attention_mask"] = _padded_to_bucket(inputs["attention_mask"], self.cache_capacity)
+        shapes = {name: array.shape for name, array in inputs.items()}
+        for spec in self.contract.cache_specs:
+            shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})
+        profile = self._profile_for(shapes)
+        for name, x in inputs.items():
+            if isinstance(x, PassedOn):
+                assert x.address == self._buffers[name], "hidden states come from the part that this one follows"
+            elif isinstance(x, DeviceRows):
+                self._gather(self._buffers[name], x)
+            else:
+                self._cuda.upload(self._buffers[name], x)
+        addresses = cache.row_addresses(first_row)
+        context = self._replay(profile, shapes, addresses) if captured else self._enqueue(self._contexts[profile], shapes, addresses)
+        self._in_flight = inputs  # uploads read host memory until the stream is synchronized
+        return {spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name))) for spec in self.contract.step_outputs}
+
+    def _gather(self, buffer: int, x: DeviceRows) -> None:
+        """Queues copies of rows on the device into one zero-padded batch."""
+        stride = math.prod(x.shape[1:]) * x.rows[0].dtype.itemsize
+        self._cuda.zero(buffer, stride, stride, len(x.rows))
+        for index, row in enumerate(x.rows):
+            self._cuda.copy(buffer + index * stride, row.address, row.nbytes, row.nbytes, 1)
+
+    def _profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """The first profile that takes these shapes; decode comes before prefill, and is tuned for one token.
+
+        Raises:
+            InputError: none does; names the tensor, what was got and the range of each profile.
+        """
+        for index, ranges in enumerate(self._ranges):
+            if all(_inside(shape, ranges[name]) for name, shape in shapes.items()):
+                return index
+        name, shape = next((n, s) for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges))
+        allowed = " or ".join(f"{list(ranges[name][0])} to {list(ranges[name][2])}" for ranges in self._ranges)
+        raise InputError(f"{name}: got shape {list(shape)}, expected {allowed}, the engine's profiles; send less at once or build for more")
+
+    def _enqueue(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
+        """Sets every shape and address, checks that TensorRT has all it needs, and queues the step."""
+        self._bind(context, shapes, addresses)
+        self._execute(context)
+        return context
+
+    def _bind(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> None:
+        for name, shape in shapes.items():
+            self._check(context.set_input_shape(name, shape), f"set_input_shape({name}, {list(shape)})")
+        places = dict(self._buffers)
+        for spec, address in zip(self.contract.cache_specs, addresses, strict=True):
+            places[spec.name] = places[self._pairs[spec.name]] = address
+        for name, address in places.items():
+            self._check(context.set_tensor_address(name, address), f"set_tensor_address({name})")
+        missing = context.infer_shapes()
+        self._check(not missing, f"infer_shapes: {missing} are not given")
+
+    def _execute(self, context: Any) -> None:
+        self._check(context.execute_async_v3(self._cuda.stream), "execute_async_v3")
+
+    def _check(self, good: bool, call: str) -> None:
+        if not good:
+            raise RuntimeError(f"{self.description}: {call} failed: {' '.join(self._logger.errors[-1:]) or 'no reason given'}")
+
+    def _replay(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
+        """Runs a decode step as a graph, captured on its first use for this batch, bucket and place in the cache.
+
+        What the graph froze is all in its key: shapes and addresses. Tokens, positions, write indices and mask are read from
+        the input buffers, whose addresses never change.
+        """
+        key = (profile, *shapes["attention_mask"], *addresses)
+        if key not in self._graphs:
+            if len(self._graphs) >= MAX_GRAPHS:
+                self._drop_graph(next(iter(self._graphs)))
+            context = self._new_context(profile)
+            self._enqueue(context, shapes, addresses)  # a first run outside of capture settles what TensorRT does lazily
+            self._cuda.synchronize()
+            self._graphs[key] = (self._cuda.capture(lambda: self._execute(context)), context)
+            return context
+        self._graphs.move_to_end(key)  # the least recently used comes first
+        graph, context = self._graphs[key]
+        self._cuda.launch(graph)
+        return context
+
+    def _drop_graph(self, key: tuple) -> None:
+        self._cuda.synchronize()
+        graph, _ = self._graphs.pop(key)
+        self._cuda.destroy_graph(graph)
+
+    def free(self) -> None:
+        """Frees all that it holds but the stream, which may be shared."""
+        with contextlib.ExitStack() as freeing:  # what cannot be freed keeps nothing else
+            own = [address for name, address in self._buffers.items() if name not in self._followed]
+            self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
+            freeing.callback(_free_all, self._cuda, own)
+            for key in list(self._graphs):
+                freeing.callback(self._drop_graph, key)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._cuda.close)
+            self.free()
+
+
+def _free_all(cuda: Cuda, addresses: list[int]) -> None:
+    """Frees buffers and empties the list; one that cannot be freed keeps none of the others."""
+    with contextlib.ExitStack() as freeing:
+        while addresses:
+            freeing.callback(cuda.free, addresses.pop())
+
+
+def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
+    """past name → present name: by the engine's own alias information where it gives it, and then it must agree with the manifest."""
+    pairs = dict(contract.cache_pairs)
+    read_alias = getattr(engine, "get_aliased_input_tensor", None)
+    if read_alias is None:
+        return pairs
+    aliases = {alias: present for past, present in pairs.items() if (alias := read_alias(present))}
+    if aliases and aliases != pairs:
+        raise BundleError(f"engine: it aliases {aliases}, the manifest says {pairs}; build again")
+    return pairs
+
+
+def _contiguous(x: np.ndarray | DeviceRows | PassedOn, spec: TensorSpec) -> np.ndarray | DeviceRows | PassedOn:
+    return x if isinstance(x, DeviceRows | PassedOn) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
+
+
+def _padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:
+    """The mask [B, L] with zeros up to the next multiple of GRAPH_BUCKET, at most the capacity."""
+    length = min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, capacity)
+    return np.ascontiguousarray(np.pad(mask, ((0, 0), (0, length - mask.shape[1]))))
+
+
+def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
+    low, _, high = limits
+    return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
+
+
+# --- choosing an engine --------------------------------------------------------------------------------------------------
+
+
+def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
+    """The engine of a bundle that can be used here.
+
+    Args:
+        bundle: an opened bundle.
+        cache_capacity: what the caller asked for; None takes any.
+        verify: "full" takes the engine's checksum too; it holds weights of its own.
+
+    Raises:
+        BackendError: there is none; says why for each that there is.
+        BundleError: the one to use is not the file that was built, found by a full check; another would be a silent substitute.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        raise BackendError("backend tensorrt: no GPU is visible; use --backend onnxruntime")
+    reasons = []
+    for record in read_records(bundle.folder):
+        try:
+            check_engine(bundle.folder, record)
+            check_lineage(bundle, record)
+            backend = choose_backend(record.backend)
+            check_runnable(record, backend.name, backend.version, gpus)
+            capacity = record.decode_capacity()
+        except InputError as error:
+            reasons.append(str(error))
+            continue
+        if cache_capacity not in (None, capacity):
+            reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
+            continue
+        if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
+            raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
+        log.info("engine %s: chosen, %s %s, cache capacity %s", record.file, record.backend, record.version, record.cache_capacity)
+        return record
+    raise BackendError(
+        "backend tensorrt: " + ("; ".join(reasons) or f"bundle {bundle.folder} has no engine; build one with `python -m engines build`")
+    )
+
+
+def open_tensorrt(bundle: Bundle, record: EngineRecord, cuda: Cuda, cuda_graphs: bool = True) -> TensorRTStepper:
+    """A stepper over a bundle's engine, which `find_engine` has chosen.
+
+    Raises:
+        BackendError: TensorRT is not usable here.
+        BundleError: the engine does not load or is not the bundle's.
+    """
+    return TensorRTStepper(bundle, record, choose_backend(record.backend).trt, cuda, cuda_graphs)

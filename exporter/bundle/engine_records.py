@@ -1,0 +1,170 @@
+"""engines.json as data: one record per engine of a bundle, what of it is not as recorded. Building and using engines is `engines`' own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
+from exporter.bundle.manifest import check_format_version, is_sha256
+from exporter.common.documents import is_inside, read_document, to_json
+from exporter.common.errors import BundleError
+from exporter.spec.catalogue import short
+
+FORMAT_VERSION = 1
+ENGINES_KEYS = ("format_version", "engines")
+OPTION_KEYS = (
+    "workspace_mib", "builder_optimization_level", "timing_cache", "version_compatible", "hardware_compatibility", "strip_plan", "refit",
+    "profiling_verbosity", "tf32",
+)  # fmt: skip
+PROFILE_KEYS, RANGE_KEYS = ("name", "ranges"), ("min", "opt", "max")
+
+
+@dataclass(frozen=True)
+class EngineRecord:
+    """What is known of one engine.
+
+    Attributes:
+        file, size_bytes, sha256: the engine's file in the folder.
+        graph_file: the ONNX file with the capacity fixed that it was built from.
+        backend, version: "tensorrt" or "tensorrt-rtx", and its version.
+        compute_capability: of the GPU it was built on, or None where it is portable.
+        portability: the GPUs it is meant for, in words.
+        profiles: names and ranges.
+        cache_capacity: cache rows per sequence; None where the graph has no cache.
+        dtypes: tensor name → dtype of every input and output.
+        lineage: SHA-256 of the graph and weights it came from, by file name.
+        options: how it was built.
+        build_seconds, peak_memory_bytes: what the build took.
+    """
+
+    file: str
+    size_bytes: int
+    sha256: str
+    graph_file: str
+    backend: str
+    version: str
+    compute_capability: str | None
+    portability: str
+    profiles: list[dict]
+    cache_capacity: int | None
+    dtypes: dict[str, str]
+    lineage: dict[str, str]
+    options: dict
+    build_seconds: float
+    peak_memory_bytes: int
+
+    def decode_capacity(self) -> int:
+        """Cache rows per sequence of an engine to decode with.
+
+        Raises:
+            BundleError: it has none.
+        """
+        if self.cache_capacity is None:
+            raise BundleError(f"engine {self.file}: its record has no cache_capacity, expected a number to decode with; build again")
+        return self.cache_capacity
+
+
+RECORD_KEYS = tuple(field.name for field in fields(EngineRecord))
+
+
+def read_records(folder: Path) -> list[EngineRecord]:
+    """The records of a folder, none where there is no engines.json.
+
+    Raises:
+        BundleError: engines.json is damaged or of an unknown format.
+    """
+    path = folder / ENGINES_FILE
+    if not path.is_file():
+        return []
+    remedy = "remove it and build again"
+    try:
+        data = read_document(path)
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise TypeError("expected an object with a format_version")
+        check_format_version(data, FORMAT_VERSION, str(path), remedy)
+        if set(data) != set(ENGINES_KEYS):
+            raise TypeError(f"expected an object of {', '.join(ENGINES_KEYS)}")
+        records = [_typed(EngineRecord(**record)) for record in data["engines"]]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        if isinstance(error, BundleError):
+            raise
+        raise BundleError(f"{path}: it is damaged ({str(error)[:300]}); {remedy}") from None
+    twice = [name for name, count in Counter(record.file for record in records).items() if count > 1]
+    if twice:
+        raise BundleError(f"{path}: it is damaged (several records of {', '.join(twice)}); {remedy}")
+    return records
+
+
+def records_json(records: list[EngineRecord]) -> str:
+    """The content of engines.json; equal records give equal bytes."""
+    return to_json({"format_version": FORMAT_VERSION, "engines": [asdict(record) for record in records]})
+
+
+def _typed(record: EngineRecord) -> EngineRecord:
+    """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
+    kinds: dict[Any, tuple[str, ...]] = {
+        str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
+        dict: ("dtypes", "lineage", "options"),
+        list: ("profiles",),
+        int: ("size_bytes", "peak_memory_bytes"),
+        (int, float): ("build_seconds",),
+        (str, type(None)): ("compute_capability",),
+        (int, type(None)): ("cache_capacity",),
+    }
+    for kind, names in kinds.items():
+        for name in names:
+            if not isinstance(getattr(record, name), kind) or isinstance(getattr(record, name), bool):
+                raise TypeError(f"{name} is {type(getattr(record, name)).__name__}")
+    if Path(record.file).name != record.file or Path(record.graph_file).name != record.graph_file:
+        raise TypeError("it names a file outside of its folder")
+    if not is_sha256(record.sha256) or not all(is_sha256(checksum) for checksum in record.lineage.values()):
+        raise TypeError("a checksum is no SHA-256")
+    if not all(isinstance(dtype, str) for dtype in record.dtypes.values()):
+        raise TypeError("a dtype is no text")
+    if set(record.options) != set(OPTION_KEYS):
+        raise TypeError(f"options {sorted(set(record.options) ^ set(OPTION_KEYS))} are unknown or missing")
+    if not all(0 <= value < 2**63 for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)):
+        raise TypeError("it holds numbers that nothing can have")
+    for profile in record.profiles:
+        _check_profile(profile)
+    return record
+
+
+def _check_profile(profile: dict) -> None:
+    """Raises TypeError where a profile is not a name and ranges of whole numbers."""
+    if set(profile) != set(PROFILE_KEYS) or not isinstance(profile["name"], str):
+        raise TypeError(f"a profile is {sorted(profile)}, expected {', '.join(PROFILE_KEYS)}")
+    for name, shapes in profile["ranges"].items():
+        sizes = [size for shape in shapes.values() for size in shape]
+        alike = set(shapes) == set(RANGE_KEYS) and len({len(shape) for shape in shapes.values()}) == 1
+        if not alike or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes):
+            raise TypeError(f"the shapes of {name[:80]} are {short(shapes)}")
+
+
+def file_problem(folder: Path, record: EngineRecord, verify: str = "size") -> str | None:
+    """What is wrong with an engine's file: it is missing, of another size or, with verify="full", of another checksum."""
+    path = folder / record.file
+    if not path.is_file():
+        return "it is missing; build again"
+    if not is_inside(path, folder):
+        return "it is a link that leads out of the folder; build again"
+    if path.stat().st_size != record.size_bytes:
+        return f"it is not the file that was built ({path.stat().st_size:,} bytes, expected {record.size_bytes:,}); build again"
+    if verify == "full" and sha256_of(path) != record.sha256:
+        return "it is not the file that was built (another SHA-256); build again"
+    return None
+
+
+def size_problem(bundle: Bundle, record: EngineRecord) -> str | None:
+    """What is wrong with the size that a record says: of more than weights and kernels can have, nothing is hashed or loaded."""
+    if record.size_bytes > bundle.largest_engine:
+        return f"it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again"
+    return None
+
+
+def changed_origins(bundle: Bundle, record: EngineRecord) -> list[str]:
+    """Which of a bundle's graph and weights are not those that an engine was built from."""
+    return sorted(name for name, checksum in bundle.lineage.items() if record.lineage.get(name) != checksum)

@@ -1,0 +1,42 @@
+"""What other runtimes need beside a growing-cache graph: onnxruntime-genai's genai_config.json."""
+
+from __future__ import annotations
+
+from exporter.spec.catalogue import ModelConfig
+
+
+def genai_config(config: ModelConfig, max_positions: int, end_token_ids: tuple[int, ...], graph_file: str) -> dict:
+    """The configuration that onnxruntime-genai reads (documented at onnxruntime.ai/docs/genai/reference/config).
+
+    Past and present are tensors apart, so `past_present_share_buffer` is false. A graph has rotations for 2 · max_positions
+    positions; a sequence is held to max_positions, as everywhere else.
+    """
+    end = list(end_token_ids)
+    return {
+        "model": {
+            "type": "llama",
+            "bos_token_id": end[0] if end else 0,  # genai wants one; prompts are encoded by the tokenizer, which adds its own
+            "eos_token_id": end[0] if len(end) == 1 else end,
+            "pad_token_id": end[0] if end else 0,
+            "context_length": max_positions,
+            "vocab_size": config.vocab_size,
+            "decoder": {
+                "session_options": {"provider_options": []},
+                "filename": graph_file,
+                "head_size": config.head_dim,
+                "hidden_size": config.hidden_size,
+                "num_attention_heads": config.n_heads,
+                "num_key_value_heads": config.n_kv_heads,
+                "num_hidden_layers": config.n_layers,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "position_ids": "position_ids",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"},
+            },
+        },
+        "search": {"max_length": max_positions, "past_present_share_buffer": False, "do_sample": False},
+    }

@@ -1,0 +1,38 @@
+"""The tokenizer that travels with a whole model's bundle."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer
+
+from exporter.bundle.bundle import Bundle
+from exporter.common.documents import read_document
+from exporter.common.errors import BundleError, InputError
+
+
+def open_tokenizer(bundle: Bundle) -> Tokenizer:
+    """The tokenizer that travels with a whole model's bundle.
+
+    Raises:
+        BundleError: the bundle has none, or one that cannot be read.
+    """
+    path = bundle.folder / "tokenizer.json"
+    if path.name not in bundle.manifest.files:
+        raise BundleError(f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one")
+    try:
+        read_document(path)
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exceptions
+        raise BundleError(f"{path}: it is no tokenizer ({str(error)[:300]}); export again") from None
+
+
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A prompt's tokens.
+
+    Raises:
+        InputError: it is not valid Unicode.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt: it is not valid UTF-8 at character {error.start}; give text") from None
+    return tokenizer.encode(prompt).ids

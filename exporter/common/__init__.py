@@ -1,0 +1,1 @@
+"""What every room needs: errors, documents, the terminal, timing and memory."""

@@ -1,0 +1,1 @@
+"""The ONNX graph: traced, assembled, filled with weights, checked, and read back."""

@@ -1,0 +1,35 @@
+"""`model.c<capacity>.onnx`: a bundle's graph with its cache capacity fixed, which engines are built from and other tools read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from exporter.spec.contract import CAPACITY
+
+
+def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
+    """Makes `cache_capacity` the given number wherever an input or output names it; TensorRT's cache update needs it static.
+
+    Inferred shapes inside the graph are dropped: they would still carry the symbol.
+    """
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param == CAPACITY:
+                dim.dim_value = capacity
+    del model.graph.value_info[:]
+
+
+def fixed_graph_problem(path: Path, source: Path, capacity: int) -> str | None:
+    """What is wrong with a file that should be the graph at `source` with its capacity fixed; the source can be read."""
+    if not path.is_file():
+        return "it is missing; build again"
+    expected = onnx.load(source, load_external_data=False)
+    fix_capacity(expected, capacity)
+    try:
+        same = onnx.load(path, load_external_data=False) == expected
+    except DecodeError:
+        same = False
+    return None if same else f"it is not {source.name} with {CAPACITY} fixed at {capacity}; build again"

@@ -1,0 +1,172 @@
+"""Reads weights back from a bundle: mapped from its data file, by canonical name, whatever is merged or stored in integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto
+from torch import Tensor
+
+from exporter.bundle.bundle import Bundle
+from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
+from exporter.common.errors import BundleError
+from exporter.graph.assemble import ROPE_TABLES
+from exporter.graph.quantize import Quantized, unpack
+from exporter.model.weights import TORCH_DTYPES, WeightSource
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import MERGED_WEIGHTS, ONNX_NAMES, QUANTIZED_PARTS, WeightFormat, block_weight_shapes, weight_shapes
+
+
+def map_data(folder: Path) -> np.ndarray:
+    """A bundle's data file mapped as bytes, uint8 [size]; a component without weights has an empty one.
+
+    The mapping is private: torch wants writable memory, the file never changes.
+    """
+    path = folder / DATA_FILE
+    return np.memmap(path, dtype=np.uint8, mode="c") if path.stat().st_size else np.zeros(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight lies: the canonical name of the tensor that holds it, and which of that one's outputs are the weight's."""
+
+    stored: str
+    outputs: slice
+
+
+class GraphWeights:
+    """A graph's own weights as a source, each mapped from the data file for as long as its tensor lives; those in integers as what
+    they stand for.
+
+    Raises (on construction):
+        OSError: the graph cannot be read.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, first_layer: int, description: dict, weight_format: WeightFormat | None = None) -> None:
+        self.description = description
+        self._path, self._format = folder / DATA_FILE, weight_format
+        self._tensors: dict[str, TensorProto] = {}
+        self._places: dict[str, _Place] = {}
+        for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
+            if tensor.external_data and tensor.dims:
+                name = _canonical(tensor.name, first_layer)
+                self._tensors[name] = tensor
+                weight, _, part = name.rpartition(".")
+                self._places.update(_places(weight if part in QUANTIZED_PARTS else name, config))
+        self.has_own_head = "lm_head.weight" in self._places
+
+    @property
+    def names(self) -> Set[str]:
+        return self._places.keys()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each weight, [out, in] for projections."""
+        shapes = {}
+        for name, place in self._places.items():
+            integers = self._tensors.get(f"{place.stored}.integers")
+            tensor = integers or self._tensors[place.stored]
+            outputs, *inputs = tuple(tensor.dims)[:: -1 if integers is not None or _is_transposed(name) else 1]
+            shapes[name] = (len(range(outputs)[place.outputs]), *inputs)
+        return shapes
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        place = self._places[name]
+        if place.stored not in self._tensors:
+            return self._dequantized(place, columns)[rows]
+        weight = self._mapped(place.stored)
+        if weight.dim() == 1:
+            return weight[columns]
+        if _is_transposed(name):
+            weight = weight.T
+        return weight[place.outputs][rows, columns]
+
+    def _dequantized(self, place: _Place, columns: slice) -> Tensor:
+        """Some inputs of a weight, [out, columns]."""
+        assert self._format is not None, "only a bundle with a weight format has tensors that are parts of a weight"
+        weight_format = self._format.of(place.stored)
+        scales = self._mapped(f"{place.stored}.scales")
+        size, shape = weight_format.block_size, (scales.shape[0] * weight_format.block_size, scales.shape[1])
+        start, stop, _ = columns.indices(shape[0])
+        blocks = slice(start // size, -(-stop // size))
+
+        first, last = (block * size * shape[1] * weight_format.bits // 8 for block in (blocks.start, blocks.stop))
+        run = self._raw(self._tensors[f"{place.stored}.integers"])[first:last]
+        values = unpack(run, weight_format.bits, weight_format.symmetric)[: (blocks.stop - blocks.start) * size * shape[1]]
+        zero_points = None
+        if not weight_format.symmetric:
+            whole = unpack(self._raw(self._tensors[f"{place.stored}.zero_points"]), weight_format.bits, symmetric=False)
+            zero_points = whole[: scales.numel()].reshape(scales.shape)[blocks, place.outputs]
+        weight = Quantized(values.reshape(-1, shape[1])[:, place.outputs], scales[blocks, place.outputs], zero_points).dequantized()
+        return weight[start - blocks.start * size : stop - blocks.start * size].T
+
+    def _mapped(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        return self._raw(tensor).view(TORCH_DTYPES[ONNX_NAMES[tensor.data_type]]).reshape(tuple(tensor.dims))
+
+    def _raw(self, tensor: TensorProto) -> Tensor:
+        where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
+        return torch.from_numpy(np.asarray(np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))))
+
+
+class PartedWeights:
+    """The weights of several graphs as one source: each name is read from the graph that has it."""
+
+    def __init__(self, parts: Sequence[GraphWeights]) -> None:
+        self.description, self.has_own_head = parts[0].description, parts[-1].has_own_head
+        self._parts = parts
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        return next(part for part in self._parts if name in part.names).read(name, columns, rows)
+
+
+def bundle_weights(bundle: Bundle) -> WeightSource:
+    """A bundle's own weights, mapped from its data files.
+
+    Raises:
+        BundleError: they are not the weights, of the shapes, that the manifest's geometry asks for.
+    """
+    manifest = bundle.manifest
+    parts = [GraphWeights(part.folder, manifest.config, manifest.unit.first_layer, manifest.weights, manifest.weight_format) for part in bundle.parts]
+    found = {name: shape for part in parts for name, shape in part.shapes.items()}
+    expected = weight_shapes(manifest.config, manifest.unit)
+    wrong = sorted(name for name, shape in expected.items() if found.get(name) != shape)
+    if wrong:
+        got = found.get(wrong[0], "none")
+        raise BundleError(f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, as for {len(wrong) - 1} others")
+    rows = {found[table][0] for table in ROPE_TABLES if table in found}
+    if rows - {2 * manifest.max_positions} or (manifest.unit.kind != "component" and not rows):
+        raise BundleError(f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, expected {2 * manifest.max_positions}, two a position")
+    return parts[0] if len(parts) == 1 else PartedWeights(parts)
+
+
+def _places(stored: str, config: ModelConfig) -> Iterator[tuple[str, _Place]]:
+    """The weights that a stored tensor holds, by canonical name: several of a block's projections where they are merged."""
+    block, number, name = stored.split(".", 2) if stored.startswith("blocks.") and stored.count(".") > 1 else ("", "", stored)
+    merged = MERGED_WEIGHTS.get(name.removesuffix(".weight"), ())
+    if not merged:
+        yield stored, _Place(stored, slice(None))
+        return
+    shapes = block_weight_shapes(config)
+    ends = accumulate(shapes[f"{part}.weight"][0] for part in merged)
+    for part, (start, end) in zip(merged, pairwise((0, *ends)), strict=True):
+        rest = part == merged[-1]  # takes whatever is there, so that one output too many shows in its shape
+        yield f"{block}.{number}.{part}.weight", _Place(stored, slice(start, None if rest else end))
+
+
+def _is_transposed(name: str) -> bool:
+    """Whether a graph stores a weight [in, out]; of a vector both are the same."""
+    return name.startswith("blocks.")
+
+
+def _canonical(name: str, first_layer: int) -> str:
+    parts = name.split(".")
+    if parts[0] == "blocks" and len(parts) > 1:
+        parts[1] = str(int(parts[1]) + first_layer) if parts[1].isdecimal() else parts[1]
+    return ".".join(parts)

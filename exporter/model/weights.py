@@ -1,0 +1,91 @@
+"""Where weights come from: one interface, read one tensor (or a slice of its rows or columns) at a time.
+
+Names and layouts are the contract's: projections are [out, in], q and k rows in Meta's order (adjacent RoPE pairs).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from exporter.common.errors import InputError
+from exporter.model.block import canonical_name, eager_module
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import Unit, weight_shapes
+
+TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+class WeightSource(Protocol):
+    """Weights of a whole model or of a part of it, by canonical name."""
+
+    description: dict  # what the manifest says of them, e.g. {"source": "random", "seed": 0}
+    has_own_head: bool  # whether a tied model's output head is a matrix of its own all the same, "lm_head.weight"
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis, `rows` of a matrix's first."""
+        ...
+
+
+class RandomWeights:
+    """Reproducible random weights: each tensor depends on the seed and its own name only, so a slice equals its whole.
+
+    Projections are N(0, 1/in), which keeps activations of order 1; norms are spread around 1, so that leaving one out shows.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        if seed < 0:
+            raise InputError(f"seed: got {seed}, expected 0 or more")
+        self.description = {"source": "random", "seed": seed}
+        self.has_own_head = False
+        self._seed = seed
+        self._last: tuple[str, Tensor] | None = None  # slices of one tensor are read one after the other, by several threads
+        self._lock = threading.Lock()
+        self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        with self._lock:
+            if self._last is None or self._last[0] != name:
+                self._last = (name, self._draw(name))
+            noise = self._last[1]
+        return (noise[columns] if noise.dim() == 1 else noise[rows, columns]).clone()
+
+    def _draw(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        noise = torch.randn(shape, generator=generator)
+        if len(shape) == 1:
+            noise.mul_(0.1).add_(1.0)
+        elif name != "embedding.weight":
+            noise.mul_(shape[-1] ** -0.5)
+        return noise
+
+
+class RoundedWeights:
+    """Another source's weights rounded to a bundle's dtype and widened to float32: what its reference computes with."""
+
+    def __init__(self, weights: WeightSource, dtype: str) -> None:
+        self.description, self.has_own_head = weights.description, weights.has_own_head
+        self._weights, self._dtype = weights, TORCH_DTYPES[dtype]
+
+    def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
+        return self._weights.read(name, columns, rows).to(self._dtype).float()
+
+
+def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: WeightSource, dtype: str) -> nn.Module:
+    """The eager module of a unit, its parameters filled from `weights` in `dtype`, ready to run."""
+    with torch.device("meta"):
+        module = eager_module(config, unit, max_positions)
+    stored: dict[str, Tensor] = {}
+    for name in weight_shapes(config, unit):
+        stored[name] = weights.read(name).to(TORCH_DTYPES[dtype])
+    if config.tie_word_embeddings and unit.kind == "model":
+        stored["lm_head.weight"] = weights.read("lm_head.weight").to(TORCH_DTYPES[dtype]) if weights.has_own_head else stored["embedding.weight"]
+    state = {parameter: stored[canonical_name(unit, parameter)] for parameter in module.state_dict()}
+    module.load_state_dict(state, assign=True)
+    return module.eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Puts files and folders in place whole or not at all, and takes turns with other runs."""

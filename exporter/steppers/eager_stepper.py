@@ -1,0 +1,77 @@
+"""The eager stepper: the eager definition itself, in PyTorch on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from exporter.bundle.bundle import Bundle
+from exporter.graph.weight_reader import bundle_weights
+from exporter.model.block import See, unseen
+from exporter.model.weights import WeightSource, load_eager
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.contract import TensorSpec, Unit, graph_contract, numpy_dtype
+from exporter.steppers.protocol import HostCache, Stepper
+
+
+def to_torch(array: np.ndarray) -> Tensor:
+    """A tensor over the array's memory; numpy's bfloat16 (ml_dtypes) is torch's."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The inverse of `to_torch`."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.contiguous().numpy()
+
+
+def feed_tensor(feeds: Mapping[str, np.ndarray], spec: TensorSpec) -> Tensor:
+    """One of a step's inputs in its spec's dtype, over the feed's own memory where it has that dtype."""
+    return to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)))
+
+
+class EagerStepper(Stepper[HostCache]):
+    """Runs a unit's eager module in one dtype; the cache is host memory that torch writes into directly.
+
+    Feeds of another floating-point dtype are converted: a float32 stepper over weights rounded to half is the reference
+    for half-precision graphs, since half arithmetic itself strays further from it than they do (exporter/validation/tolerances.py).
+    """
+
+    backend = "eager"
+
+    def __init__(self, config: ModelConfig, unit: Unit, dtype: str, module: nn.Module) -> None:
+        self.contract = graph_contract(config, unit, dtype)
+        self.description = f"eager PyTorch {torch.__version__} in {dtype} on the CPU"
+        self.module = module
+
+    @classmethod
+    def from_weights(cls, config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weights: WeightSource) -> EagerStepper:
+        """Fills the eager module from any weight source, such as the checkpoint a bundle is made from."""
+        return cls(config, unit, dtype, load_eager(config, unit, max_positions, weights, dtype))
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> EagerStepper:
+        """Fills the eager module from the weights that the bundle's graph uses, mapped from its data file."""
+        manifest = bundle.manifest
+        weights = bundle_weights(bundle)
+        return cls.from_weights(manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, weights)
+
+    def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        return HostCache(self.contract, n_rows, capacity)
+
+    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
+        """As `Stepper.run`; `see` is called with every named value of the decoder, and what it returns is used from there on."""
+        inputs = [feed_tensor(feeds, spec) for spec in self.contract.step_inputs]
+        rows = slice(first_row, first_row + len(inputs[0]))
+        past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
+        with torch.inference_mode():
+            results = self.module(*inputs, *past, see=see) if cache is not None else self.module(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        return {spec.name: to_numpy(result) for spec, result in zip(self.contract.step_outputs, results, strict=True)}

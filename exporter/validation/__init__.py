@@ -1,0 +1,1 @@
+"""The proof: the same steps through two steppers, compared under tolerances that were measured."""

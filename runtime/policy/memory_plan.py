@@ -1,0 +1,106 @@
+"""The memory plan: what a session will need, said and held against what is free before anything is allocated."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from exporter.bundle.manifest import Manifest
+from exporter.common.errors import InputError
+from exporter.costs.ledger import Ledger
+from exporter.spec.contract import DTYPES, cache_capacity_step, weight_shapes
+
+# onnxruntime's CPU provider computes half graphs in float32 and keeps a float32 copy of each weight beside the file's.
+_WEIGHT_COPIES = {("onnxruntime", "fp16"): 3.0, ("onnxruntime", "fp32"): 2.0}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes that a session needs.
+
+    Attributes:
+        weights_bytes: of the backend's copies of the weights; mapped files count once.
+        cache_bytes_per_token: of one sequence.
+        activations_bytes: an estimate for the widest step: every sequence with one token, or one of `cache_capacity`.
+        max_batch, cache_capacity: of the cache.
+        replan: the plan at another batch and capacity; None keeps the other figures.
+        capacity_step: capacities come in multiples of this.
+    """
+
+    weights_bytes: int
+    cache_bytes_per_token: int
+    activations_bytes: int
+    max_batch: int
+    cache_capacity: int
+    replan: Callable[[int, int], MemoryPlan] | None = field(default=None, compare=False, repr=False)
+    capacity_step: int = field(default=1, compare=False)
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache_bytes_per_token * self.max_batch * self.cache_capacity
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes + self.activations_bytes
+
+    def at(self, max_batch: int, cache_capacity: int) -> MemoryPlan:
+        """The plan of the same session at other sizes."""
+        if self.replan is not None:
+            return self.replan(max_batch, cache_capacity)
+        return replace(self, max_batch=max_batch, cache_capacity=cache_capacity)
+
+    def check(self, available_bytes: int) -> None:
+        """Refuses a plan that does not fit.
+
+        Raises:
+            InputError: says what is needed and free, and the largest capacity and batch that would fit.
+        """
+        if self.total_bytes <= available_bytes:
+            return
+        step, batch, capacity = self.capacity_step, self.max_batch, self.cache_capacity
+        steps = _largest(capacity // step, lambda n: self.at(batch, n * step).total_bytes <= available_bytes)
+        sequences = _largest(batch, lambda n: self.at(n, capacity).total_bytes <= available_bytes)
+        proposal = f"{batch} sequences would fit with cache_capacity {steps * step}, or {sequences} sequences with {capacity}"
+        if steps == sequences == 0:
+            proposal = "no batch and no capacity would fit; free memory, or take a smaller model or dtype"
+        raise InputError(
+            f"memory: the session needs {_gib(self.total_bytes)} (weights {_gib(self.weights_bytes)}, cache {_gib(self.cache_bytes)}, "
+            f"activations about {_gib(self.activations_bytes)}) and {_gib(available_bytes)} is free; nothing was allocated; {proposal}"
+        )
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to `limit` that fits, 0 where none does; what fits at n fits below n."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
+
+
+def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity: int) -> MemoryPlan:
+    """What a session of this bundle needs on a backend."""
+    config, width = manifest.config, DTYPES[manifest.dtype].n_bytes
+    compute_width = max(width, 4) if backend != "tensorrt" else width
+    widest = 2 * config.hidden_size + 3 * config.intermediate_size
+    logits = config.vocab_size * 4 * max_batch if manifest.unit.kind == "model" else 0
+    return MemoryPlan(
+        weights_bytes=_weights_bytes(manifest, backend),
+        cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers,
+        activations_bytes=max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits,
+        max_batch=max_batch,
+        cache_capacity=cache_capacity,
+        replan=lambda batch, capacity: plan_memory(manifest, backend, batch, capacity),
+        capacity_step=cache_capacity_step(config, manifest.dtype),
+    )
+
+
+def _weights_bytes(manifest: Manifest, backend: str) -> int:
+    """Bytes of a backend's copies of the weights; eager PyTorch holds those stored in integers in the bundle's dtype."""
+    if backend == "eager" and manifest.weight_format is not None:
+        parameters = sum(map(math.prod, weight_shapes(manifest.config, manifest.unit).values()))
+        head = manifest.config.vocab_size * manifest.config.hidden_size if manifest.unit.kind == "model" else 0  # its own, also where it is tied
+        return (parameters + head) * DTYPES[manifest.dtype].n_bytes
+    return int(manifest.weights_bytes * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0))
+
+
+def _gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.2f} GiB"

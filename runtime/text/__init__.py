@@ -1,0 +1,1 @@
+"""From logits to text: sampling, the generation loop, and text as it streams."""

@@ -1,0 +1,59 @@
+"""The generation loop: prompt in, tokens out, until an end token, the asked number, or a full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exporter.common.errors import InputError
+from runtime.inputs import as_array, is_whole_number
+from runtime.session import DecodeSession
+from runtime.text.sampling import Sampler
+
+
+@dataclass
+class Generation:
+    """A running generation of one sequence; iterate over it for the tokens.
+
+    Attributes:
+        stopped_by: None while running, then "end token", "max_new_tokens" or "cache_capacity".
+    """
+
+    session: DecodeSession
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampler: Sampler
+    stopped_by: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.session.manifest.unit.kind != "model":
+            raise InputError(f"generate: the bundle is a {self.session.manifest.unit}, expected a whole model")
+        if not is_whole_number(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: got {self.max_new_tokens!r}, expected a whole number of at least 1")
+        if not isinstance(self.prompt, Sequence | np.ndarray):
+            raise InputError(f"prompt: got {self.prompt!r}, expected token ids")
+        if not len(self.prompt):
+            raise InputError("prompt: it has no tokens, expected at least one")
+        if len(self.prompt) > self.session.cache_capacity:
+            raise InputError(
+                f"prompt: it has {len(self.prompt)} tokens and the cache holds {self.session.cache_capacity}; shorten it or raise --cache-capacity"
+            )
+
+    def __iter__(self) -> Iterator[int]:
+        """Yields each new token, the end token left out."""
+        logits = self.session.prefill(as_array([self.prompt], "prompt"))
+        for count in range(1, self.max_new_tokens + 1):
+            token = self.sampler(logits[0])
+            if token in self.session.manifest.end_token_ids:
+                self.stopped_by = "end token"
+                return
+            yield token
+            if count == self.max_new_tokens:
+                self.stopped_by = "max_new_tokens"
+                return
+            if self.session.lengths[0] == self.session.cache_capacity:
+                self.stopped_by = "cache_capacity"
+                return
+            logits = self.session.decode(np.array([token], np.int64))

@@ -1,0 +1,240 @@
+"""Build options: refused by name where they cannot be honoured, and set on the builder config where they can."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engines.building.build import BuildRequest, _load_timing_cache, build_bundle
+from engines.library.backend import Backend, choose_backend
+from engines.library.gpu import Gpu
+from engines.network.build_options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions, apply_options, check_options
+from engines.network.parsed import create_logger
+from exporter.bundle.bundle import Bundle
+from exporter.common.errors import BackendError, InputError
+
+GPU = Gpu("NVIDIA Test 9000", "9.0")
+RTX = Backend("tensorrt-rtx", SimpleNamespace(), "1.7.1", "asked for")
+TENSORRT = Backend("tensorrt", SimpleNamespace(), "10.16.1", "asked for")
+EVERYTHING = BuildOptions(
+    workspace_mib=7, builder_optimization_level=2, version_compatible=True, hardware_compatibility="ampere_plus",
+    strip_plan=True, refit=True, profiling_verbosity="detailed", tf32=True,
+)  # fmt: skip
+FLAGS = {"VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT", "TF32"}
+
+# --- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("workspace_mib", 0, "workspace: got 0 MiB"),
+        ("workspace_mib", -1, "workspace: got -1 MiB"),
+        ("builder_optimization_level", -1, "builder-optimization-level: got -1, expected 0 to 5"),
+        ("builder_optimization_level", 6, "builder-optimization-level: got 6, expected 0 to 5"),
+        ("hardware_compatibility", "ampere", "hardware-compatibility: got 'ampere', expected one of none, ampere_plus, same_compute_capability"),
+        ("profiling_verbosity", "all", "profiling-verbosity: got 'all', expected one of layer_names_only, none, detailed"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_with_what_is_allowed(option, value, message):
+    with pytest.raises(InputError, match=message):
+        BuildOptions(**{option: value})
+
+
+def test_the_record_has_every_option_and_of_the_timing_cache_only_whether_there_was_one():
+    assert set(BuildOptions().to_dict()) == set(BuildOptions.__dataclass_fields__)
+    assert BuildOptions().to_dict()["timing_cache"] is False
+    assert BuildOptions(timing_cache=Path("/home/me/secret")).to_dict()["timing_cache"] is True
+
+
+# --- what a backend can honour -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [(), (GPU,)], ids=["no GPU", "GPU"])
+@pytest.mark.parametrize("option", [{"timing_cache": Path("x")}, {"version_compatible": True}], ids=["timing-cache", "version-compatible"])
+def test_tensorrt_rtx_refuses_what_it_never_honours_by_name(option, gpus):
+    with pytest.raises(BackendError, match=f"{next(iter(option)).replace('_', '-')}: tensorrt-rtx 1.7.1"):
+        check_options(BuildOptions(**option), RTX, gpus)
+
+
+@pytest.mark.parametrize("option", ["strip_plan", "refit"])
+def test_tensorrt_rtx_refuses_engines_without_weights_where_no_gpu_is_visible(option):
+    with pytest.raises(BackendError, match=f"{option.replace('_', '-')}: .* needs a GPU"):
+        check_options(BuildOptions(**{option: True}), RTX, [])
+
+
+@pytest.mark.parametrize("option", ["strip_plan", "refit"])
+def test_tensorrt_rtx_builds_engines_without_weights_where_a_gpu_is_visible(option):
+    check_options(BuildOptions(**{option: True}), RTX, [GPU])
+
+
+@pytest.mark.parametrize("level", HARDWARE_COMPATIBILITY[1:])
+def test_tensorrt_rtx_refuses_hardware_compatibility_which_its_config_ignores(level):
+    with pytest.raises(BackendError, match="hardware-compatibility"):
+        check_options(BuildOptions(hardware_compatibility=level), RTX, [])
+
+
+def test_tensorrt_rtx_takes_everything_else_without_a_gpu():
+    check_options(BuildOptions(workspace_mib=1, builder_optimization_level=5, profiling_verbosity="none", tf32=True), RTX, [])
+
+
+def test_tensorrt_refuses_to_build_without_a_gpu_and_names_the_other_backend():
+    with pytest.raises(BackendError, match=r"tensorrt 10\.16\.1: .*--backend tensorrt-rtx"):
+        check_options(BuildOptions(), TENSORRT, [])
+
+
+def test_tensorrt_takes_every_option_where_a_gpu_is_visible():
+    check_options(replace(EVERYTHING, timing_cache=Path("x")), TENSORRT, [GPU])
+
+
+# --- options on a config -----------------------------------------------------------------------------------------------
+
+
+class Names:
+    """An enumeration of TensorRT in which every name is its own value."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class Config:
+    """Records what is set on it; like TensorRT's own it starts with TF32 allowed."""
+
+    def __init__(self) -> None:
+        self.flags = {"TF32"}
+        self.pools: dict[str, int] = {}
+        self.builder_optimization_level = 3
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.add(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.flags.discard(flag)
+
+    def set_memory_pool_limit(self, pool: str, size: int) -> None:
+        self.pools[pool] = size
+
+
+def applied(options: BuildOptions) -> Config:
+    trt = SimpleNamespace(BuilderFlag=Names(), MemoryPoolType=Names(), HardwareCompatibilityLevel=Names(), ProfilingVerbosity=Names())
+    config = Config()
+    apply_options(options, trt, config)
+    return config
+
+
+def test_the_defaults_clear_tf32_and_leave_tensorrts_own_limits():
+    config = applied(BuildOptions())
+    assert config.flags == set()
+    assert config.pools == {}
+    assert config.builder_optimization_level == 3
+    assert (config.hardware_compatibility_level, config.profiling_verbosity) == ("NONE", "LAYER_NAMES_ONLY")
+
+
+@pytest.mark.parametrize("option", ["version_compatible", "strip_plan", "refit", "tf32"])
+def test_a_switch_sets_its_own_flag_alone(option):
+    assert applied(BuildOptions(**{option: True})).flags == {option.upper()}
+
+
+def test_the_workspace_is_limited_in_bytes():
+    assert applied(BuildOptions(workspace_mib=3)).pools == {"WORKSPACE": 3 * 1024 * 1024}
+
+
+@pytest.mark.parametrize("level", [0, 5])
+def test_the_optimization_level_reaches_the_config(level):
+    assert applied(BuildOptions(builder_optimization_level=level)).builder_optimization_level == level
+
+
+@pytest.mark.parametrize("level", HARDWARE_COMPATIBILITY)
+def test_the_hardware_compatibility_reaches_the_config(level):
+    assert applied(BuildOptions(hardware_compatibility=level)).hardware_compatibility_level == level.upper()
+
+
+@pytest.mark.parametrize("verbosity", PROFILING_VERBOSITY)
+def test_the_profiling_verbosity_reaches_the_config(verbosity):
+    assert applied(BuildOptions(profiling_verbosity=verbosity)).profiling_verbosity == verbosity.upper()
+
+
+@pytest.fixture(scope="module")
+def real():
+    """tensorrt_rtx and a builder config of its own; the builder is kept because the config needs it."""
+    backend = choose_backend("tensorrt-rtx")
+    logger = create_logger(backend.trt)
+    builder = backend.trt.Builder(logger)
+    return SimpleNamespace(trt=backend.trt, config=builder.create_builder_config(), builder=builder, logger=logger)
+
+
+@pytest.mark.parametrize(("options", "flags"), [(EVERYTHING, FLAGS), (BuildOptions(), set()), (BuildOptions(refit=True), {"REFIT"})])
+def test_a_real_config_reads_back_the_flags(real, options, flags):
+    apply_options(options, real.trt, real.config)
+    assert {name for name in FLAGS if real.config.get_flag(getattr(real.trt.BuilderFlag, name))} == flags
+
+
+def test_a_real_config_starts_with_tf32_allowed_so_clearing_it_matters(real):
+    assert real.builder.create_builder_config().get_flag(real.trt.BuilderFlag.TF32)
+
+
+def test_a_real_config_reads_back_the_limits(real):
+    apply_options(EVERYTHING, real.trt, real.config)
+    assert real.config.get_memory_pool_limit(real.trt.MemoryPoolType.WORKSPACE) == 7 * 2**20
+    assert real.config.builder_optimization_level == 2
+    assert real.config.profiling_verbosity == real.trt.ProfilingVerbosity.DETAILED
+
+
+# --- the timing cache --------------------------------------------------------------------------------------------------
+
+
+class TimingConfig:
+    """Makes a cache of any content but the damaged one, and takes any cache but the foreign one."""
+
+    cache = None
+
+    def create_timing_cache(self, content: bytes) -> bytes | None:
+        return None if content == b"damaged" else content
+
+    def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+        assert not ignore_mismatch
+        if cache == b"foreign":
+            return False
+        self.cache = cache
+        return True
+
+
+def loaded(path: Path) -> tuple[bytes | None, list[str]]:
+    config, said = TimingConfig(), []
+    _load_timing_cache(path, config, said.append)
+    return config.cache, said
+
+
+def test_a_good_timing_cache_is_used(tmp_path):
+    (tmp_path / "timing").write_bytes(b"good")
+    assert loaded(tmp_path / "timing") == (b"good", [])
+
+
+def test_a_missing_timing_cache_makes_a_new_one_without_a_warning(tmp_path):
+    assert loaded(tmp_path / "timing") == (b"", [])
+
+
+@pytest.mark.parametrize("content", [b"damaged", b"foreign"])
+def test_a_timing_cache_that_does_not_fit_is_replaced_with_a_warning(tmp_path, content):
+    (tmp_path / "timing").write_bytes(content)
+    cache, (line,) = loaded(tmp_path / "timing")
+    assert cache == b""
+    assert line.startswith(f"warning: timing cache {tmp_path / 'timing'}")
+
+
+@pytest.mark.filterwarnings("ignore:Use Deprecated:DeprecationWarning")  # tensorrt-rtx stands in for tensorrt, whose cache does something
+@pytest.mark.parametrize("content", [None, b"damaged"], ids=["missing", "damaged"])
+def test_a_build_saves_its_timing_cache(tiny_bundle, tmp_path, monkeypatch, content):
+    path = tmp_path / "timing"
+    if content is not None:
+        path.write_bytes(content)
+    folder = shutil.copytree(tiny_bundle("component:rms_norm", "fp16").folder, tmp_path / "bundle")
+    monkeypatch.setattr("engines.building.build.visible_gpus", lambda: [GPU])
+    backend = replace(choose_backend("tensorrt-rtx"), name="tensorrt", version="10.16.1")
+    build_bundle(Bundle.open(folder), backend, BuildRequest(options=BuildOptions(timing_cache=path)))
+    assert path.is_file()
+    assert path.read_bytes() not in (b"", b"damaged")

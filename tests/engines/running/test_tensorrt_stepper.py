@@ -1,0 +1,255 @@
+"""The TensorRT stepper over strict doubles of CUDA and TensorRT: its own logic, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from engines.running.tensorrt_stepper import GRAPH_BUCKET, TensorRTStepper, find_engine
+from exporter.bundle.bundle import Bundle
+from exporter.common.errors import BackendError, BundleError, InputError
+from exporter.spec.feeds import step_feeds
+from exporter.steppers.eager_stepper import EagerStepper
+from exporter.validation.comparison import record as record_scenarios
+from runtime import DecodeSession
+from tests.conftest import MAX_POSITIONS, TINY
+from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
+
+CAPACITY = 32
+
+
+@pytest.fixture
+def engine(tiny_bundle, tmp_path):
+    """A function that makes a stepper over doubles for a bundle of the tiny model."""
+
+    def make(unit="model", dtype="fp32", cuda_graphs=True, **limits) -> tuple[Bundle, TensorRTStepper, CudaDouble]:
+        folder = tmp_path / f"{unit}-{dtype}"
+        if not folder.exists():
+            shutil.copytree(tiny_bundle(unit, dtype).folder, folder)
+            (folder / "model.engine").write_bytes(ENGINE)
+        bundle, cuda = Bundle.open(folder), CudaDouble()
+        record = engine_record(bundle, **{"capacity": CAPACITY} | limits)
+        return bundle, TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda, cuda_graphs), cuda
+
+    return make
+
+
+def session_of(made, max_batch=4) -> DecodeSession:
+    bundle, stepper, _ = made
+    return DecodeSession(bundle, stepper, max_batch, CAPACITY)
+
+
+def tokens(batch, width, seed=0):
+    return np.random.default_rng(seed).integers(0, TINY.vocab_size, (batch, width))
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize(("unit", "dtype"), [("block", "fp32"), ("stack", "fp16"), ("model", "fp32"), ("model", "bf16")])
+def test_every_scenario_equals_eager_bit_for_bit(engine, unit, dtype, cuda_graphs):
+    bundle, stepper, _ = engine(unit, dtype, cuda_graphs, max_seq_len=CAPACITY)
+    manifest = bundle.manifest
+    recordings = [record_scenarios(TINY, manifest.unit, MAX_POSITIONS, s, manifest.contract) for s in (stepper, EagerStepper.from_bundle(bundle))]
+    for key, expected in recordings[1].items():
+        for a, b in zip(recordings[0][key], expected, strict=True):
+            if cuda_graphs and a.dtype == np.float32:  # masked padding up to the bucket changes the order of sums
+                np.testing.assert_allclose(a, b, atol=1e-5)
+            elif not cuda_graphs:
+                np.testing.assert_array_equal(a, b)
+
+
+def test_cuda_graphs_on_and_off_give_the_same_tokens_and_replay_instead_of_enqueueing(engine):
+    generated = []
+    for cuda_graphs in (True, False):
+        made = engine(cuda_graphs=cuda_graphs)
+        with session_of(made) as session:
+            out, got = session.prefill(tokens(2, 5)), []
+            for _ in range(10):
+                got.append(out.argmax(-1))
+                out = session.decode(got[-1])
+            generated.append(np.array(got))
+            assert (made[1].graph_count, made[2].launches) == ((1, 9) if cuda_graphs else (0, 0))
+    np.testing.assert_array_equal(*generated)
+
+
+def test_a_graph_is_captured_for_each_batch_and_bucket_and_place_in_the_cache(engine):
+    _, stepper, cuda = engine(capacity=MAX_POSITIONS)
+    assert MAX_POSITIONS < GRAPH_BUCKET  # one bucket: the whole capacity
+    cache = stepper.new_cache(4, MAX_POSITIONS)
+
+    def decode(batch, past, first_row):
+        feeds = step_feeds("input_ids", tokens(batch, 1), np.full(batch, past), np.ones(batch, np.int64))
+        stepper.run(feeds, cache, first_row)
+        return stepper.graph_count, cuda.launches
+
+    assert decode(2, 0, 0) == (1, 0)  # captured, run once outside of the graph
+    assert decode(2, 1, 0) == (1, 1)  # replayed: the length is in the same bucket
+    assert decode(2, 1, 1) == (2, 1)  # another place in the cache
+    assert decode(1, 2, 0) == (3, 1)  # another batch
+    assert decode(1, 3, 0) == (3, 2)
+    other = stepper.new_cache(4, MAX_POSITIONS)  # another cache: what a graph froze has changed
+    stepper.run(step_feeds("input_ids", tokens(2, 1), np.zeros(2, np.int64), np.ones(2, np.int64)), other, 0)
+    assert stepper.graph_count == 4
+
+
+def test_the_oldest_graph_goes_when_there_are_too_many(engine, monkeypatch):
+    monkeypatch.setattr("engines.running.tensorrt_stepper.MAX_GRAPHS", 2)
+    _, stepper, cuda = engine()
+    cache = stepper.new_cache(4, CAPACITY)
+    for batch in (1, 2, 3, 1):
+        stepper.run(step_feeds("input_ids", tokens(batch, 1), np.zeros(batch, np.int64), np.ones(batch, np.int64)), cache, 0)
+    assert stepper.graph_count == cuda.live_graphs == 2 and cuda.launches == 0
+
+
+def test_shapes_outside_the_profiles_are_refused_with_the_range_and_then_it_goes_on(engine):
+    with session_of(engine(max_seq_len=8)) as session:
+        expected = session.prefill(tokens(2, 8))
+        session.reset()
+        with pytest.raises(InputError, match=r"input_ids: got shape \[2, 9\], expected .*\[1, 1\] to \[4, 8\]"):
+            session.prefill(tokens(2, 9))
+        assert session.lengths.tolist() == []
+        np.testing.assert_array_equal(session.prefill(tokens(2, 8)), expected)
+
+
+def test_another_capacity_than_the_engines_is_refused(engine):
+    _, stepper, _ = engine()
+    with pytest.raises(InputError, match="got 16, expected 32"):
+        stepper.new_cache(2, 16)
+
+
+def test_slots_work_over_one_allocation_at_offsets(engine):
+    made = engine()
+    with session_of(made) as session, DecodeSession.open(made[0].folder, "eager", max_batch=4, cache_capacity=CAPACITY) as eager:
+        buffers = made[2].allocations
+        for one in (session, eager):
+            one.slots = [one.acquire() for _ in range(3)]
+        for step in ({0: tokens(1, 7)[0]}, {1: tokens(1, 3, 1)[0], 0: tokens(1, 1)[0], 2: tokens(1, 1)[0]}, {2: tokens(1, 1)[0], 1: tokens(1, 1)[0]}):
+            got, expected = session.step(step), eager.step(step)
+            for slot in step:
+                np.testing.assert_allclose(got[slot], expected[slot], atol=1e-5)
+        for one in (session, eager):
+            one.release(0)
+            one.forked = one.fork(2)
+            one.state = one.export_slot(1)
+        for a, b in zip(session.state.tensors, eager.state.tensors, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        step = {1: tokens(1, 2)[0], 2: tokens(1, 1)[0], session.forked: tokens(1, 4)[0]}
+        got, expected = session.step(step), eager.step(step)
+        for slot in step:
+            np.testing.assert_allclose(got[slot], expected[slot], atol=1e-5)
+        assert made[2].allocations == buffers  # nothing was allocated on the way
+
+
+def test_an_imported_slot_continues_where_it_was_exported(engine):
+    made = engine()
+    with session_of(made) as session:
+        slot = session.acquire()
+        session.step({slot: tokens(1, 6)[0]})
+        state = session.export_slot(slot)
+        expected = session.step({slot: np.array([5])})[slot]
+        other = session.import_slot(state)
+        np.testing.assert_allclose(session.step({other: np.array([5])})[other], expected, atol=1e-6)
+
+
+def test_close_frees_every_buffer_and_graph(engine):
+    made = engine()
+    session = session_of(made)
+    session.prefill(tokens(2, 5))
+    session.decode(np.array([1, 2]))
+    session.close()
+    assert made[2].allocations == 0 and made[2].live_graphs == 0 and made[2].closed
+
+
+def test_a_failing_enqueue_leaves_the_session_as_it_was(engine, monkeypatch):
+    made = engine(cuda_graphs=False)
+    with session_of(made) as session:
+        session.prefill(tokens(2, 5))
+        before = [session._cache.read(row, 5) for row in range(2)]
+        monkeypatch.setattr("tests.support.cuda_double.ContextDouble.execute_async_v3", lambda self, stream: False)
+        with pytest.raises(RuntimeError, match="execute_async_v3 failed"):
+            session.decode(np.array([1, 2]))
+        monkeypatch.undo()
+        assert session.lengths.tolist() == [5, 5]
+        for row in range(2):
+            for a, b in zip(session._cache.read(row, CAPACITY), before[row], strict=True):
+                np.testing.assert_array_equal(a[:, :5], b)
+                assert not a[:, 5:].any()
+        session.decode(np.array([1, 2]))
+
+
+def test_an_engine_with_other_tensors_than_the_bundles_is_refused(engine, tiny_bundle):
+    bundle, _, cuda = engine()
+    record = engine_record(bundle, CAPACITY)
+    other = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, contract=tiny_bundle("block").manifest.contract))
+    with pytest.raises(BundleError, match="engine"):
+        TensorRTStepper(other, record, tensorrt_double(bundle, record, cuda), cuda)
+
+
+def test_an_engine_that_does_not_load_is_refused_with_the_reason(engine, monkeypatch):
+    bundle, _, cuda = engine()
+    record = engine_record(bundle, CAPACITY)
+    double = tensorrt_double(bundle, record, cuda)
+    monkeypatch.setattr(type(bundle.folder), "read_bytes", lambda path: b"damaged")
+    with pytest.raises(BundleError, match="does not load: not this engine"):
+        TensorRTStepper(bundle, record, double, cuda)
+
+
+def test_without_a_gpu_tensorrt_is_refused_by_name_and_auto_takes_onnxruntime(engine):
+    bundle, _, _ = engine()
+    with pytest.raises(BackendError, match="no GPU is visible"):
+        find_engine(bundle, None)
+    with pytest.raises(BackendError, match="no GPU is visible"):
+        DecodeSession.open(bundle.folder, backend="tensorrt")
+    with DecodeSession.open(bundle.folder, backend="auto") as session:
+        assert session.backend == "onnxruntime"
+
+
+# --- the doubles notice what they are there to notice --------------------------------------------------------------------
+
+
+def one_step(stepper, cache):
+    return stepper.run(step_feeds("input_ids", tokens(1, 3), np.zeros(1, np.int64), np.array([3])), cache, 0)
+
+
+def test_present_at_another_address_than_past_is_noticed(engine, monkeypatch):
+    _, stepper, cuda = engine()
+    cache = stepper.new_cache(1, CAPACITY)
+    stray = cuda.allocate(1 << 16)
+    bind = TensorRTStepper._bind
+
+    def misbind(self, context, shapes, addresses):
+        bind(self, context, shapes, addresses)
+        context.set_tensor_address("present.0.key", stray)
+
+    monkeypatch.setattr(TensorRTStepper, "_bind", misbind)
+    with pytest.raises(ContractError, match=r"present\.0\.key is not at the address"):
+        one_step(stepper, cache)
+
+
+def test_a_missing_address_a_freed_cache_and_a_missing_synchronize_are_noticed(engine, monkeypatch):
+    _, stepper, cuda = engine()
+    cache = stepper.new_cache(1, CAPACITY)
+    good = one_step(stepper, cache)["logits"]
+    del stepper._buffers["logits"]
+    with pytest.raises((ContractError, KeyError)):
+        one_step(stepper, cache)
+    _, stepper, cuda = engine()
+    cache = stepper.new_cache(1, CAPACITY)
+    cache.free()
+    cache.addresses = [1 << 20] * len(cache._specs)
+    with pytest.raises(ContractError, match="not \\(or no longer\\) allocated"):
+        one_step(stepper, cache)
+    _, stepper, cuda = engine()
+    cache = stepper.new_cache(1, CAPACITY)
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    assert not np.array_equal(one_step(stepper, cache)["logits"], good)
+
+
+def test_a_view_off_alignment_is_noticed(engine):
+    _, stepper, _ = engine()
+    cache = stepper.new_cache(2, CAPACITY)
+    cache.addresses = [address + 64 for address in cache.addresses]
+    with pytest.raises(ContractError, match="not aligned"):
+        one_step(stepper, cache)

@@ -1,0 +1,1 @@
+"""The project itself: README, imports, lock, wheel, benchmark and interop."""

@@ -1,0 +1,96 @@
+"""gpu-check runs to its end without a GPU, every part skipped by name, and its rows work over the doubles."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import benchmarks.own.gpu_check as gpu_check
+from engines.library.gpu import Gpu, visible_gpus
+from engines.running.tensorrt_stepper import TensorRTStepper
+from tests.conftest import TINY
+from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """Where gpu-check keeps what it exports, shared by all tests here as by all rows there."""
+    return tmp_path_factory.mktemp("gpu-check")
+
+
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch, bundles):
+    monkeypatch.setattr(gpu_check, "FOLDER", bundles)
+    monkeypatch.setattr(gpu_check, "RECORD", tmp_path / "gpu-check.json")
+    return tmp_path
+
+
+@pytest.mark.skipif(bool(visible_gpus()), reason="a GPU is visible: the parts run")
+def test_without_a_gpu_every_part_is_skipped_by_name_and_a_record_is_left(in_folder, capsys):
+    assert gpu_check.main() == 0
+    record = json.loads((in_folder / "gpu-check.json").read_text())
+    assert {row["state"] for row in record["rows"]} == {"skipped"} and len(record["rows"]) == 12
+    assert all(row["detail"] for row in record["rows"])
+    assert "tensorrt-rtx: CUDA graphs" in capsys.readouterr().err
+
+
+@pytest.fixture
+def over_doubles(in_folder, monkeypatch):
+    """Engines that are built and run by doubles, at sizes that take no time."""
+
+    def build(bundle, backend, request):
+        (bundle.folder / "model.engine").write_bytes(ENGINE)
+        return engine_record(bundle, request.cache_capacity, request.max_batch, request.max_seq_len)
+
+    def open_double(bundle, record, cuda, cuda_graphs=True):
+        return TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda, cuda_graphs)
+
+    for name, value in {
+        "visible_gpus": lambda: [Gpu("a double", "9.0")],
+        "choose_backend": lambda name: None,
+        "build_bundle": build,
+        "open_tensorrt": open_double,
+        "RuntimeCuda": CudaDouble,
+        "refit_bundle": lambda bundle, backend, record: record,
+        "CATALOGUE": {"llama3-8b": TINY},
+        "BATCHES": (1, 2),
+        "PAST_LENS": (10, 50),
+        "CAPACITY": 64,
+        "PREFILL": 8,
+        "median_time_ms": lambda step, repeats: step() and 1.0,
+    }.items():
+        monkeypatch.setattr(gpu_check, name, value)
+    monkeypatch.setattr(gpu_check, "copy_bandwidth", lambda cuda: 1e9)
+    return gpu_check.Engines("tensorrt")
+
+
+@pytest.mark.parametrize("check", ["parity", "aliases", "graphs", "refit"])
+def test_a_row_passes_over_the_doubles(over_doubles, check):
+    row = gpu_check.run_row(check, getattr(over_doubles, check))
+    assert row.state == "passed", row.detail
+
+
+def test_the_speed_row_has_every_batch_and_past_length(over_doubles):
+    row = gpu_check.run_row("speed", over_doubles.speed)
+    assert row.state == "passed", row.detail
+    assert [(f["batch"], f["past_len"]) for f in over_doubles.figures["decode"]] == [(1, 10), (1, 50), (2, 10), (2, 50)]
+
+
+def test_a_wrong_engine_fails_its_parity_row(over_doubles, monkeypatch):
+    run = TensorRTStepper.run
+    monkeypatch.setattr(TensorRTStepper, "run", lambda *a: {name: x * 1.1 for name, x in run(*a).items()})
+    row = gpu_check.run_row("parity", over_doubles.parity)
+    assert row.state == "FAILED" and "logits differs" in row.detail
+
+
+def test_a_cache_that_is_written_beyond_the_step_fails_its_alias_row(over_doubles, monkeypatch):
+    run = TensorRTStepper.run
+
+    def stray(self, feeds, cache, first_row=0):
+        result = run(self, feeds, cache, first_row)
+        cache.copy(1, 2, 3)
+        return result
+
+    monkeypatch.setattr(TensorRTStepper, "run", stray)
+    assert gpu_check.run_row("aliases", over_doubles.aliases).state == "FAILED"

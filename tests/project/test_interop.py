@@ -1,0 +1,144 @@
+"""The growing-cache form: right by itself, refused where a cache must be in place, and really driven by its two runtimes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+
+from benchmarks.peers.environments import PeerMissing, generate
+from engines.building.build import BuildRequest, build_bundle
+from engines.comparison.compare import CompareRequest, compare_bundle
+from engines.library.backend import choose_backend
+from exporter.__main__ import main
+from exporter.bundle.bundle import Bundle
+from exporter.checkpoint.formats import open_checkpoint
+from exporter.common.errors import InputError
+from exporter.export import ExportRequest, export_bundle, validate_bundle
+from exporter.model.weights import RandomWeights
+from exporter.spec.contract import Unit
+from exporter.steppers.growing_stepper import GrowingStepper
+from runtime import DecodeSession
+from tests.conftest import MAX_POSITIONS, TINY
+
+PROMPTS = [[504, 3575, 282, 4649, 314], [504, 3575], [9690, 2591, 253, 655, 28, 281], [57, 2078, 30]]
+N_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory):
+    """The tiny model with a growing cache, by dtype."""
+    made: dict[str, Bundle] = {}
+
+    def export(dtype: str = "fp32") -> Bundle:
+        if dtype not in made:
+            request = ExportRequest(TINY, Unit.parse("model", TINY, cache="growing"), RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
+            made[dtype] = export_bundle(request, tmp_path_factory.mktemp("growing") / dtype)
+        return made[dtype]
+
+    return export
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_it_agrees_with_the_eager_definition_wherever_rows_are_equally_long(growing, dtype):
+    report = growing(dtype).read_report()["validation"]
+    scenarios = {comparison["scenario"] for comparison in report["comparisons"]}
+    assert report["passed"] and {"prefill", "decode", "chunked prefill", "left-padded mask", "near capacity"} <= scenarios
+    assert "ragged batch" not in scenarios
+    assert validate_bundle(growing(dtype), RandomWeights(TINY, 0), seed=1)[0]["passed"]
+
+
+def test_its_interface_is_the_one_those_runtimes_know(growing):
+    graph = onnx.load(growing().graph_path, load_external_data=False).graph
+    axes = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in (*graph.input, *graph.output)}
+    assert axes["input_ids"] == axes["position_ids"] == ["batch_size", "sequence_length"]
+    assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
+    assert axes["past_key_values.2.value"] == ["batch_size", 2, "past_sequence_length", 16]
+    assert axes["present.2.value"] == ["batch_size", 2, "total_sequence_length", 16]
+    assert axes["logits"] == ["batch_size", "sequence_length", 101]
+    assert not {"write_indices", "cache_capacity"} & {*axes, *(axis for shape in axes.values() for axis in shape)}
+    assert not any(node.op_type == "TensorScatter" or node.domain for node in graph.node)
+
+
+def test_its_genai_config_states_the_models_sizes_and_no_shared_buffer(growing):
+    bundle = growing()
+    settings = json.loads((bundle.folder / "genai_config.json").read_text())
+    decoder = settings["model"]["decoder"]
+    assert (decoder["num_attention_heads"], decoder["num_key_value_heads"], decoder["head_size"], decoder["num_hidden_layers"]) == (4, 2, 16, 3)
+    assert settings["model"]["context_length"] == MAX_POSITIONS and settings["search"]["past_present_share_buffer"] is False
+    assert "genai_config.json" in bundle.manifest.files and Bundle.open(bundle.folder, verify="full")
+
+
+def test_padding_on_the_left_changes_nothing_but_where_tokens_lie(growing):
+    """Visibility is by row, so a left-padded batch of unequal prompts gives each one's own logits."""
+    stepper = GrowingStepper(str(growing().graph_path), Bundle.open(growing().folder).manifest.contract)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 101, n) for n in (5, 2)]
+
+    def run(ids, mask):
+        positions = np.maximum(mask.cumsum(1) - 1, 0)
+        names = [f"past_key_values.{layer}.{kind}" for layer in range(3) for kind in ("key", "value")]
+        empty = {name: np.zeros((len(ids), 2, 0, 16), np.float32) for name in names}
+        return stepper._session.run(["logits"], {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **empty})[0]
+
+    batch = run(np.array([[*prompts[0]], [0, 0, 0, *prompts[1]]]), np.array([[1] * 5, [0] * 3 + [1] * 2]))
+    for row, prompt in enumerate(prompts):
+        alone = run(prompt[None], np.ones((1, len(prompt)), np.int64))
+        np.testing.assert_allclose(batch[row, -len(prompt) :], alone[0], atol=2e-5)
+
+
+def test_what_needs_a_cache_in_place_refuses_it_by_name(growing, tmp_path, capsys):
+    bundle = growing()
+    for call in (
+        lambda: DecodeSession.open(bundle.folder),
+        lambda: build_bundle(bundle, choose_backend("tensorrt-rtx"), BuildRequest()),
+        lambda: compare_bundle(bundle, CompareRequest()),
+    ):
+        with pytest.raises(InputError, match=r"its cache grows.*without --cache growing"):
+            call()
+    for arguments in (["--unit", "block"], ["--unit", "model", "--logits", "last"]):
+        assert main(["export", "--model", "smollm2-135m", "--cache", "growing", *arguments, "-o", str(tmp_path / "x")]) == 2
+        assert "expected a model with all logits" in capsys.readouterr().err
+    assert main(["export", "--model", "smollm2-135m", "--cache", "wide", "-o", str(tmp_path / "x")]) == 2
+    assert "in_place, growing" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_checkpoint, smollm2_bundle, tmp_path_factory):
+    """SmolLM2 with a growing cache, and the tokens that our own runtime finds from the in-place form."""
+    opened = open_checkpoint(smollm2_checkpoint)
+    request = ExportRequest(
+        opened.config, Unit.parse("model", opened.config, cache="growing"), opened.weights, "fp32",
+        end_token_ids=opened.end_token_ids, tokenizer_files=opened.tokenizer_files,
+    )  # fmt: skip
+    bundle = export_bundle(request, tmp_path_factory.mktemp("real") / "growing", validated=False)
+    tokens = []
+    with DecodeSession.open(smollm2_bundle("fp32").folder, max_batch=1, cache_capacity=64) as session:
+        for prompt in PROMPTS:
+            session.reset()
+            logits, row = session.prefill(np.array([prompt])), []
+            while len(row) < N_TOKENS:
+                row.append(int(logits[0].argmax()))
+                logits = session.decode(np.array([row[-1]]))
+            tokens.append(row)
+    return bundle, tokens
+
+
+def test_onnxruntime_genai_generates_our_tokens_from_our_file(real):
+    bundle, tokens = real
+    try:
+        (end,) = bundle.manifest.end_token_ids  # genai stops at it
+        ended = [row[: row.index(end) + 1] if end in row else row for row in tokens]
+        assert generate("genai", [str(bundle.folder)], PROMPTS, N_TOKENS) == ended
+    except PeerMissing as reason:
+        pytest.skip(str(reason))
+
+
+def test_optimum_generates_our_tokens_from_our_file_in_a_left_padded_batch(real, smollm2_checkpoint):
+    bundle, tokens = real
+    try:
+        assert generate("optimum", [str(bundle.folder), str(smollm2_checkpoint)], PROMPTS, N_TOKENS) == tokens
+    except PeerMissing as reason:
+        pytest.skip(str(reason))

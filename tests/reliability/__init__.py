@@ -1,0 +1,1 @@
+"""Kills, full disks, hostile input and soaks."""

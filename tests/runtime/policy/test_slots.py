@@ -1,0 +1,167 @@
+"""The slot table and the plans: which row a sequence has, and which rows run together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from exporter.common.errors import InputError
+from runtime.policy.plan import Launch, check_fits, plan_padded, plan_unpadded
+from runtime.policy.slots import Held, Move, SlotTable
+
+# --- the slot table ----------------------------------------------------------------------------------------------------
+
+
+def table_of(*lengths: int, n_rows: int = 4) -> SlotTable:
+    table = SlotTable(n_rows)
+    for length in lengths:
+        table.take(table.free_row(), length)
+    return table
+
+
+def leave(table: SlotTable, slot: int) -> list[Move]:
+    """Releases a slot and makes every move that follows."""
+    table.release(slot)
+    moves = []
+    while (move := table.next_move()) is not None:
+        table.moved(move)
+        moves.append(move)
+    return moves
+
+
+def test_a_new_slot_takes_the_next_row_and_holds_what_it_was_given():
+    table = table_of(5)
+    assert table.free_row() == 1 and table.take(1) == 1 and table.take(2, 7) == 2
+    assert table.lengths == {0: 5, 1: 0, 2: 7}
+
+
+def test_a_free_row_stays_free_until_it_is_taken():
+    table = table_of(5)
+    assert table.free_row() == table.free_row() == 1
+    assert table.lengths == {0: 5}
+
+
+def test_releasing_a_slot_moves_the_last_row_into_its_gap():
+    table = table_of(5, 6, 7)
+    assert leave(table, 0) == [Move(2, 0)]
+    assert (table.held(1), table.held(2)) == (Held(1, 6), Held(0, 7))
+    assert [table.length_of_row(row) for row in range(4)] == [7, 6, 0, 0]
+
+
+def test_a_gap_that_no_move_has_closed_is_taken_next_or_closed_later():
+    table = table_of(5, 6, 7, 8)
+    table.release(0)
+    assert (table.free_row(), table.held(3)) == (0, Held(3, 8))
+    assert leave(table, 1) == [Move(3, 0), Move(2, 1)]
+    assert table.lengths == {2: 7, 3: 8} and table.free_row() == 2
+
+
+@pytest.mark.parametrize("n_slots", [1, 3])
+def test_releasing_the_last_row_moves_nothing(n_slots):
+    table = table_of(*range(n_slots))
+    assert leave(table, n_slots - 1) == []
+    assert table.lengths == {slot: slot for slot in range(n_slots - 1)}
+
+
+def test_numbers_are_never_used_twice():
+    table, given = table_of(n_rows=2), []
+    for _ in range(10):
+        given.append(table.take(table.free_row()))
+        leave(table, given[-1])
+    assert given == list(range(10))
+
+
+@pytest.mark.parametrize("use", ["held", "release"])
+@pytest.mark.parametrize("slot", [1, 3, -1, "0", None, False, []])
+def test_a_slot_that_is_not_active_is_refused_with_those_that_are(use, slot):
+    table = table_of(5, 6, 7)
+    leave(table, 1)
+    with pytest.raises(InputError, match=re.escape(f"got {slot!r}, expected one of the active slots [0, 2]")):
+        getattr(table, use)(slot)
+    assert table.lengths == {0: 5, 2: 7}
+
+
+def test_a_full_table_refuses_and_takes_one_again_after_a_release():
+    table = table_of(1, 2, n_rows=2)
+    with pytest.raises(InputError, match="all 2 are taken; release one"):
+        table.free_row()
+    assert table.lengths == {0: 1, 1: 2}
+    leave(table, 0)
+    assert (table.free_row(), table.take(1)) == (1, 2)
+
+
+def test_lengths_are_a_copy_in_the_order_of_acquisition():
+    table = table_of(5, 6, 7)
+    leave(table, 0)
+    table.advance({2: 10, 1: 1})
+    lengths = table.lengths
+    assert list(lengths.items()) == [(1, 7), (2, 17)]
+    lengths[1] = 99
+    assert table.held(1).length == 7
+
+
+def test_active_rows_stay_neighbours_and_follow_every_move():
+    rng, table = np.random.default_rng(0), SlotTable(5)
+    written: dict[int, int] = {}  # row → slot whose data it holds, as a cache would that obeys the moves
+    for _ in range(2000):
+        if table.lengths and (len(table.lengths) == 5 or rng.random() < 0.5):
+            slot = int(rng.choice(list(table.lengths)))
+            row = table.held(slot).row
+            for move in leave(table, slot):
+                assert move.destination == row
+                written[move.destination] = written[move.source]
+        else:
+            row = table.free_row()
+            written[row] = table.take(row)
+        active = list(table.lengths)
+        assert sorted(table.held(slot).row for slot in active) == list(range(len(active)))
+        assert all(written[table.held(slot).row] == slot for slot in active)
+
+
+# --- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_unpadded_runs_join_neighbours_with_equally_many_tokens_only():
+    assert plan_unpadded({0: 1, 1: 1, 2: 1}) == [Launch(0, 3, 1)]
+    assert plan_unpadded({0: 1, 1: 5, 2: 1}) == [Launch(0, 1, 1), Launch(1, 2, 5), Launch(2, 3, 1)]
+    assert plan_unpadded({0: 1, 2: 1}) == [Launch(0, 1, 1), Launch(2, 3, 1)]
+    assert plan_unpadded({3: 2, 1: 2, 2: 2, 0: 4}) == [Launch(0, 1, 4), Launch(1, 4, 2)]
+
+
+def test_every_unpadded_plan_runs_each_row_once_at_its_own_width_in_as_few_runs_as_that_takes():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        rows = rng.choice(8, rng.integers(1, 9), replace=False).tolist()
+        widths = {row: int(rng.integers(1, 4)) for row in rows}
+        launches = plan_unpadded(widths)
+        assert [row for launch in launches for row in launch.rows] == sorted(rows)
+        assert all(widths[row] == launch.width for launch in launches for row in launch.rows)
+        assert not any(a.stop == b.first and a.width == b.width for a, b in itertools.pairwise(launches))
+
+
+def fewest_padded_runs(past_lens: list[int], seq_lens: list[int], capacity: int) -> int:
+    """By trying every way to cut the rows into neighbours."""
+    n_rows = len(past_lens)
+    for n_cuts in range(n_rows):
+        for cuts in itertools.combinations(range(1, n_rows), n_cuts):
+            parts = [slice(*pair) for pair in itertools.pairwise((0, *cuts, n_rows))]
+            if all(max(past_lens[part]) + max(seq_lens[part]) <= capacity for part in parts):
+                return n_cuts + 1
+    raise AssertionError("a row alone always fits")
+
+
+def test_every_padded_plan_takes_as_few_runs_as_any_way_of_cutting():
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        past_lens = rng.integers(0, 10, rng.integers(1, 6)).tolist()
+        seq_lens = [int(rng.integers(1, 11 - past_len)) for past_len in past_lens]
+        assert len(plan_padded(past_lens, seq_lens, 10)) == fewest_padded_runs(past_lens, seq_lens, 10)
+
+
+def test_the_first_sequence_without_room_is_named_and_a_full_cache_is_room_enough():
+    check_fits({"a": (0, 8), "b": (7, 1)}, 8)
+    with pytest.raises(InputError, match=r"b holds 7 of 8 tokens and was asked for 2 more.* cache_capacity of at least 9"):
+        check_fits({"a": (0, 8), "b": (7, 2), "c": (8, 1)}, 8)

@@ -1,0 +1,176 @@
+"""What a session with slots refuses, and steps that fail: the slot is named, and nothing has changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exporter.common.errors import InputError, NumericalError
+from runtime.session import SlotState
+from tests.support.slot_sessions import DeviceLost, every_backend, hidden_states, near, recompute, tokens, unchanged
+
+# --- refused -----------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "no slots": (lambda s: s.step({}), "got no slots"),
+    "unknown slot": (lambda s: s.step({0: [1], 9: [1]}), r"got 9, expected one of the active slots \[0, 1, 3\]"),
+    "stale slot": (lambda s: s.step({0: [1], 2: [1]}), r"got 2, expected one of the active slots \[0, 1, 3\]"),
+    "stale release": (lambda s: s.release(2), "got 2, expected one of"),
+    "stale fork": (lambda s: s.fork(2), "got 2, expected one of"),
+    "stale export": (lambda s: s.export_slot(2), "got 2, expected one of"),
+    "floats": (lambda s: s.step({0: [1], 1: [1.0]}), "slot 1.*float64"),
+    "booleans": (lambda s: s.step({0: [1], 1: [True]}), "slot 1.*bool"),
+    "a batch": (lambda s: s.step({0: [1], 1: [[1]]}), r"slot 1.*\[1, 1\], expected integers \[T\]"),
+    "a number": (lambda s: s.step({0: [1], 1: 1}), r"slot 1.*expected integers \[T\]"),
+    "no tokens": (lambda s: s.step({0: [1], 1: np.zeros(0, int)}), "slot 1"),
+    "token too large": (lambda s: s.step({0: [1], 1: [1, 2, 101]}), "got 101 in slot 1 at 2, expected 0 to 100"),
+    "token below 0": (lambda s: s.step({0: [1], 1: [-1]}), "got -1 in slot 1 at 0"),
+    "a list": (lambda s: s.step([1, 2]), "step: got list, expected a mapping"),
+    "a number for all": (lambda s: s.step(1), "step: got int, expected a mapping"),
+    "nothing": (lambda s: s.step(None), "step: got NoneType, expected a mapping"),
+    "a slot by True": (lambda s: s.step({True: [1]}), "slot: got True, expected one of"),
+    "no array at all": (lambda s: s.step({0: [1], 1: None}), "slot 1: got object"),
+    "words": (lambda s: s.step({0: [1], 1: "abc"}), "slot 1: got <U3"),
+    "over capacity": (lambda s: s.step({0: [1], 1: tokens(2), 3: [1]}), "slot 1 holds 15 of 16 tokens and was asked for 2 more; nothing was written"),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_call_names_its_slot_and_touches_nothing_nor_the_others_in_it(tiny_bundle, open_backend, case):
+    call, message = REFUSED[case]
+    with open_backend(tiny_bundle("model"), cache_capacity=16) as session:
+        for slot in range(4):
+            session.step({session.acquire(): tokens(15 if slot == 1 else 3, slot)})
+        session.release(2)
+        with unchanged(session), pytest.raises(InputError, match=message):
+            call(session)
+        session.step({0: [1], 1: [1], 3: [1]})
+        assert session.lengths == {0: 4, 1: 16, 3: 4}
+
+
+@every_backend
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.zeros((2, 64), np.float16), "slot 1.*got float16 .*expected fp32"),
+        (np.zeros((2, 63), np.float32), r"slot 1.*63\], expected fp32"),
+        (np.zeros((1, 2, 64), np.float32), r"slot 1.*\[1, 2, 64\], expected fp32 \[T, 64\]"),
+        (np.zeros((0, 64), np.float32), "slot 1"),
+        (np.array([1, 2]), r"slot 1.*int64 \[2\], expected fp32 \[T, 64\]"),
+    ],
+)
+def test_hidden_states_of_a_wrong_dtype_or_shape_are_refused_by_slot(tiny_bundle, open_backend, x, message):
+    with open_backend(tiny_bundle("block")) as session:
+        a, b = session.acquire(), session.acquire()
+        session.step({a: hidden_states(2), b: hidden_states(3)})
+        with unchanged(session), pytest.raises(InputError, match=message):
+            session.step({a: hidden_states(1), b: x})
+
+
+@every_backend
+@pytest.mark.parametrize("take", ["acquire", "fork", "import"])
+def test_a_full_session_refuses_another_sequence(tiny_bundle, open_backend, take):
+    with open_backend(tiny_bundle("model"), max_batch=2) as session:
+        session.step({session.acquire(): tokens(3), session.acquire(): tokens(4)})
+        state = session.export_slot(0)
+        with unchanged(session), pytest.raises(InputError, match="all 2 are taken"):
+            {"acquire": session.acquire, "fork": lambda: session.fork(0), "import": lambda: session.import_slot(state)}[take]()
+        session.release(0)
+        assert session.acquire() == 2
+
+
+def changed(state: SlotState, change) -> SlotState:
+    """The state with its second tensor changed."""
+    first, second, *rest = state.tensors
+    return SlotState(state.length, (first, change(second.copy()), *rest))
+
+
+def with_last(value: float):
+    def change(tensor: np.ndarray) -> np.ndarray:
+        tensor[-1, -1, -1] = value
+        return tensor
+
+    return change
+
+
+BAD_STATES = {
+    "another dtype": (lambda state: changed(state, lambda tensor: tensor.astype(np.float16)), "slot state: got 6 tensors"),
+    "other heads": (lambda state: changed(state, lambda tensor: tensor[:1]), "slot state: got 6 tensors"),
+    "another head_dim": (lambda state: changed(state, lambda tensor: tensor[..., :8]), "slot state: got 6 tensors"),
+    "a missing token": (lambda state: changed(state, lambda tensor: tensor[:, 1:]), "slot state: got 6 tensors"),
+    "a missing layer": (lambda state: SlotState(state.length, state.tensors[:4]), "got 4 tensors .* expected 6"),
+    "another length": (lambda state: SlotState(state.length + 1, state.tensors), "slot state: got 6 tensors"),
+    "inf": (lambda state: changed(state, with_last(np.inf)), "inf or NaN"),
+    "no state": (lambda state: None, "slot state: got None, expected what export_slot returned"),
+    "a tuple": (lambda state: (state.length, state.tensors), r"slot state: got \(5, .*expected what export_slot returned"),
+    "a length in words": (lambda state: SlotState("5", state.tensors), "expected what export_slot returned"),
+    "a length below 0": (lambda state: SlotState(-1, state.tensors), "expected what export_slot returned"),
+    "lists for tensors": (lambda state: SlotState(5, tuple(tensor.tolist() for tensor in state.tensors)), r"got 6 tensors \['list'\]"),
+    "one tensor": (lambda state: SlotState(5, state.tensors[0]), "got 1 tensors .* expected 6"),
+    "None for tensors": (lambda state: SlotState(5, None), r"got 1 tensors \['NoneType'\], expected 6"),
+    "NaN": (lambda state: changed(state, with_last(np.nan)), "inf or NaN"),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("case", BAD_STATES)
+def test_a_state_that_this_bundle_cannot_have_is_refused(tiny_bundle, open_backend, case):
+    spoil, message = BAD_STATES[case]
+    with open_backend(tiny_bundle("model")) as session:
+        session.step({session.acquire(): tokens(5)})
+        state = session.export_slot(0)
+        with unchanged(session), pytest.raises(InputError, match=message):
+            session.import_slot(spoil(state))
+        assert session.import_slot(state) == 1
+
+
+@every_backend
+def test_a_state_longer_than_the_capacity_is_refused(tiny_bundle, open_backend):
+    with open_backend(tiny_bundle("model"), cache_capacity=32) as session:
+        session.step({session.acquire(): tokens(17)})
+        state = session.export_slot(0)
+    with open_backend(tiny_bundle("model"), cache_capacity=16) as session:
+        session.step({session.acquire(): tokens(3)})
+        with unchanged(session), pytest.raises(InputError, match="holds 0 of 16 tokens and was asked for 17 more"):
+            session.import_slot(state)
+
+
+# --- steps that fail ---------------------------------------------------------------------------------------------------
+
+
+@every_backend
+def test_a_failure_in_the_second_launch_leaves_all_as_it_was_and_zeroes_what_was_written(tiny_bundle, open_backend, monkeypatch):
+    bundle = tiny_bundle("model")
+    with open_backend(bundle, cache_capacity=16) as session:
+        slots = [session.acquire() for _ in range(3)]
+        session.step({slot: tokens(4 + slot, slot) for slot in slots})
+        run, written = session._stepper.run, []
+
+        def fail_second(feeds, cache, first_row):
+            outputs = run(feeds, cache, first_row)
+            written.append(cache.read(first_row, 16)[0][:, 4 + first_row :].any())
+            if len(written) == 2:
+                raise DeviceLost
+            return outputs
+
+        monkeypatch.setattr(session._stepper, "run", fail_second)
+        with unchanged(session), pytest.raises(DeviceLost):  # unchanged: beyond their ends the rows were zero
+            session.step({0: tokens(3, 9), 1: [1], 2: tokens(2, 9)})
+        assert written == [True, True]
+        monkeypatch.undo()
+        logits = session.step({0: [1], 1: [2], 2: [3]})
+        for slot in slots:
+            near(logits[slot], recompute(bundle, [*tokens(4 + slot, slot), slot + 1]))
+
+
+@every_backend
+def test_an_output_that_is_not_finite_names_its_slot_and_leaves_all_as_it_was(tiny_bundle, open_backend):
+    with open_backend(tiny_bundle("block"), cache_capacity=16) as session:
+        a, b, c = (session.acquire() for _ in range(3))
+        session.step({a: hidden_states(2), b: hidden_states(3), c: hidden_states(1)})
+        bad = hidden_states(1)
+        bad[0, 5] = np.inf
+        with unchanged(session), pytest.raises(NumericalError, match=f"inf or NaN in slot {b};"):
+            session.step({a: hidden_states(2), b: bad, c: hidden_states(1)})
+        session.step({a: hidden_states(1), b: hidden_states(1)})

@@ -1,0 +1,141 @@
+"""Sampling under a seed, and when a generation stops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from exporter.common.errors import InputError
+from runtime import DecodeSession
+from runtime.text.generation import Generation
+from runtime.text.sampling import Sampler
+from runtime.text.stream import TextStream
+
+LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+
+
+def frequencies(sampler: Sampler, n: int = 4000) -> np.ndarray:
+    return np.bincount([sampler(LOGITS) for _ in range(n)], minlength=4) / n
+
+
+def test_no_options_means_greedy():
+    assert Sampler().temperature == 0
+    assert {Sampler()(LOGITS) for _ in range(5)} == {0}
+
+
+def test_top_k_or_top_p_alone_means_temperature_one():
+    assert Sampler(top_k=2).temperature == Sampler(top_p=0.5).temperature == 1.0
+
+
+def test_temperature_one_draws_the_models_own_distribution():
+    np.testing.assert_allclose(frequencies(Sampler(temperature=1.0)), [0.5, 0.3, 0.15, 0.05], atol=0.03)
+
+
+def test_low_temperature_sharpens():
+    assert frequencies(Sampler(temperature=0.25))[0] > 0.85
+
+
+def test_top_k_keeps_k_tokens_and_renormalizes():
+    np.testing.assert_allclose(frequencies(Sampler(top_k=2)), [0.625, 0.375, 0, 0], atol=0.03)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_p():
+    np.testing.assert_allclose(frequencies(Sampler(top_p=0.7)), [0.625, 0.375, 0, 0], atol=0.03)
+    assert frequencies(Sampler(top_p=0.5))[0] == 1.0
+    assert (frequencies(Sampler(top_p=1.0)) > 0).all()
+
+
+def draws(seed: int) -> list[int]:
+    sampler = Sampler(temperature=1.0, seed=seed)
+    return [sampler(LOGITS) for _ in range(30)]
+
+
+def test_the_same_seed_draws_the_same_tokens():
+    assert draws(7) == draws(7) != draws(8)
+
+
+BAD_OPTIONS = [
+    *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot", True, [1])),
+    *({"top_k": value} for value in (0, 1.5, "3", True)),
+    *({"top_p": value} for value in (0, 1.5, float("nan"), "0.5", True)),
+    *({"seed": value} for value in (-1, 1.5, "7", None, True)),
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
+def test_bad_sampling_options_are_refused(options):
+    with pytest.raises(InputError, match=f"^{next(iter(options))}: got "):
+        Sampler(**options)
+
+
+@pytest.mark.parametrize(("options", "named"), [({"top_k": 5}, "top_k"), ({"top_p": 0.9}, "top_p"), ({"top_k": 5, "top_p": 0.9}, "top_k and top_p")])
+def test_top_k_and_top_p_at_temperature_0_are_refused_with_the_way_out(options, named):
+    with pytest.raises(InputError, match=f"with {named}, .*leave them out for greedy text, or give a temperature above 0"):
+        Sampler(temperature=0, **options)
+
+
+def test_numpys_numbers_are_numbers():
+    assert Sampler(temperature=np.float32(0.5), top_k=np.int64(2), top_p=np.float64(0.9), seed=np.int64(1))(LOGITS) in (0, 1)
+
+
+def generate(session, prompt, **options) -> tuple[list[int], str]:
+    generation = Generation(session, prompt, **({"max_new_tokens": 5, "sampler": Sampler()} | options))
+    return list(generation), generation.stopped_by
+
+
+def test_generation_stops_at_the_asked_number(tiny_bundle):
+    with DecodeSession.open(tiny_bundle("model").folder) as session:
+        tokens, stopped_by = generate(session, [1, 2, 3])
+        assert len(tokens) == 5 and stopped_by == "max_new_tokens"
+
+
+def test_generation_stops_at_any_end_token_and_leaves_it_out(tiny_bundle):
+    import dataclasses
+
+    with DecodeSession.open(tiny_bundle("model").folder) as session:
+        tokens, _ = generate(session, [1, 2, 3], sampler=Sampler(temperature=3.0))
+        session.reset()
+        stop = next(i for i in range(1, 5) if tokens[i] not in tokens[:i])
+        session.manifest = dataclasses.replace(session.manifest, end_token_ids=(100_000, tokens[stop]))
+        again, stopped_by = generate(session, [1, 2, 3], sampler=Sampler(temperature=3.0))
+        assert again == tokens[:stop] and stopped_by == "end token"
+
+
+def test_generation_stops_when_the_cache_is_full(tiny_bundle):
+    with DecodeSession.open(tiny_bundle("model").folder, cache_capacity=8) as session:
+        tokens, stopped_by = generate(session, [1] * 6, max_new_tokens=50)
+        assert len(tokens) == 3 and stopped_by == "cache_capacity"  # two decoded into the cache, the last one only drawn
+
+
+def test_bad_generation_requests_are_refused(tiny_bundle):
+    with DecodeSession.open(tiny_bundle("model").folder, cache_capacity=8) as session:
+        for prompt, options, message in (
+            ([1] * 9, {}, "9 tokens and the cache holds 8"),
+            ([], {}, "no tokens"),
+            ([1], {"max_new_tokens": 0}, "at least 1"),
+            ([1], {"max_new_tokens": 2.5}, "max_new_tokens: got 2.5"),
+            ([1], {"max_new_tokens": "2"}, "max_new_tokens: got '2'"),
+            (5, {}, "prompt: got 5, expected token ids"),
+            (None, {}, "prompt: got None, expected token ids"),
+            ([1.5, 2], {}, "tokens: got float64"),
+            ("abc", {}, "tokens: got <U3"),
+        ):
+            with pytest.raises(InputError, match=message):
+                generate(session, prompt, **options)
+    with DecodeSession.open(tiny_bundle("block").folder) as session, pytest.raises(InputError, match="whole model"):
+        generate(session, [1])
+
+
+class Bytes:
+    """A tokenizer whose tokens are single UTF-8 bytes."""
+
+    def decode(self, tokens):
+        return bytes(tokens).decode(errors="replace")
+
+
+def test_text_is_held_back_until_its_character_is_whole():
+    stream = TextStream(Bytes())
+    pieces = [stream.push(byte) for byte in "aé€z".encode()]
+    assert pieces == ["a", "", "é", "", "", "€", "z"] and stream.flush() == ""
+    stream = TextStream(Bytes())
+    assert stream.push("é".encode()[0]) == "" and stream.flush() == "\ufffd"

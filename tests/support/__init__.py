@@ -1,0 +1,1 @@
+"""What tests share: doubles, planted faults, and folder makers."""
