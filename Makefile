@@ -88,6 +88,7 @@ doctor: $(READY) ## what is installed, what really works here, and how to mend w
 
 lint: $(READY) ## check style, types, and the environment against the lock
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m pip check
 	$(BIN)/python -m locks.check

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.machine.description import machine, stamp
-from benchmarks.machine.limits import measure_limits
+from benchmarks.machine.machine_limits import measure_limits
 from benchmarks.output import tables as report
 from benchmarks.output.record_form import check_record
 from benchmarks.own.exporters import EXPORTERS, by_depth
@@ -20,7 +20,7 @@ from benchmarks.race.models import random_checkpoint
 from benchmarks.race.run import Run
 from benchmarks.race.targets import measured_targets
 from benchmarks.race.workloads import FULL, QUICK, Plan
-from exporter.common import cli
+from exporter.common import command, terminal
 from exporter.common.errors import InputError
 
 CHECKPOINT = Path("build/checkpoints/smollm2-135m")
@@ -41,21 +41,31 @@ OTHERS = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = cli.CommandParser(prog="python -m benchmarks", description="Our step beside everyone else's; also a profile of one step.")
-    parser.add_argument("--quick", action="store_true", help="for CI: tiny models; of the peers only those that --only names")
+    parser = command.CommandParser(
+        prog="python -m benchmarks", description="Our step beside everyone else's; also a profile of one step."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="for CI: tiny models; of the peers only those that --only names"
+    )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="contenders to take, beside the reference and ours")
     parser.add_argument("--workloads", nargs="+", metavar="NAME", help="workloads to take; nothing is recorded then")
     parser.add_argument("--threads", type=int, metavar="N", help="cores to use (default: all)")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, metavar="DIR", help="the real model (default %(default)s)")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=CHECKPOINT, metavar="DIR", help="the real model (default %(default)s)"
+    )
     parser.add_argument("--list", action="store_true", help="name contenders, workloads and the other benchmarks")
-    parser.add_argument("--show", type=Path, metavar="RECORD", help="print the tables of a record that was written before")
+    parser.add_argument(
+        "--show", type=Path, metavar="RECORD", help="print the tables of a record that was written before"
+    )
     parser.add_argument("--plots", type=Path, metavar="RECORD", help="draw a record again, to docs/figures")
     profile = parser.add_argument_group("profile of one decode step")
-    profile.add_argument("--profile", type=Path, metavar="BUNDLE", help="by operator and by component, from onnxruntime's profiler")
+    profile.add_argument(
+        "--profile", type=Path, metavar="BUNDLE", help="by operator and by component, from onnxruntime's profiler"
+    )
     profile.add_argument("--past-len", type=int, default=1000, metavar="P", help="cached tokens (default %(default)s)")
     profile.add_argument("--batch", type=int, default=1, metavar="B", help="sequences (default %(default)s)")
     profile.add_argument("--cache-capacity", type=int, default=2048, metavar="C", help="default %(default)s")
-    cli.add_format(parser)
+    command.add_format(parser)
     return parser
 
 
@@ -76,7 +86,7 @@ def _main(arguments: argparse.Namespace) -> int | None:
         path = Path(plan.record)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        cli.say(f"recorded in {path}")
+        terminal.say(f"recorded in {path}")
         _draw(record, Path(plan.figures))
     return _show(record, arguments.format)
 
@@ -111,9 +121,13 @@ def measure(plan: Plan, lineup: list[Entry], threads: int, checkpoint: Path, onl
         raise InputError(f"checkpoint {checkpoint}: no config.json there; fetch the real model with `make checkpoint`")
     load_average = os.getloadavg()[0]
     limits = measure_limits(threads, plan.bandwidth_bytes)
-    cli.say(f"reads {limits.bandwidth / 1e9:.1f} GB/s, float32 products {limits.flop_rate / 1e9:.0f} GFLOP/s; load average {load_average:.1f}")
-    run = Run(lineup, threads, real, FOLDER, limits, cli.say)
-    workloads = {workload.name: run.workload(workload) for workload in plan.workloads if only is None or workload.name in only}
+    terminal.say(
+        f"reads {limits.bandwidth / 1e9:.1f} GB/s, float32 products {limits.flop_rate / 1e9:.0f} GFLOP/s; load average {load_average:.1f}"
+    )
+    run = Run(lineup, threads, real, FOLDER, limits, terminal.say)
+    workloads = {
+        workload.name: run.workload(workload) for workload in plan.workloads if only is None or workload.name in only
+    }
     record = {
         **stamp(),
         "machine": machine() | {"load_average_before": load_average},
@@ -128,9 +142,11 @@ def measure(plan: Plan, lineup: list[Entry], threads: int, checkpoint: Path, onl
 
 
 def _exports(plan: Plan, lineup: list[Entry], tokenizer: Path | None) -> list[dict]:
-    cli.say(f"exports of {', '.join(map(str, plan.depths))} layers")
+    terminal.say(f"exports of {', '.join(map(str, plan.depths))} layers")
     checkpoints = {
-        depth: random_checkpoint(FOLDER / "checkpoints" / f"depth-{depth}", dataclasses.replace(plan.depth_config, n_layers=depth), tokenizer)
+        depth: random_checkpoint(
+            FOLDER / "checkpoints" / f"depth-{depth}", dataclasses.replace(plan.depth_config, n_layers=depth), tokenizer
+        )
         for depth in plan.depths
     }
     taking_part = {entry.name for entry in lineup}
@@ -140,45 +156,49 @@ def _exports(plan: Plan, lineup: list[Entry], tokenizer: Path | None) -> list[di
 def _list() -> None:
     for entry in LINEUP:
         where = f", in build/peers/{entry.environment}" if entry.environment else ", on a GPU" if entry.gpu else ""
-        cli.say(f"contender  {entry.name}: weights {entry.weights}{where}")
+        terminal.say(f"contender  {entry.name}: weights {entry.weights}{where}")
     for workload in FULL.workloads:
         cases = [*(case.name for case in workload.decodes), *(f"prefill {length:,}" for length in workload.prefills)]
-        cli.say(f"workload   {workload.name}: {', '.join(cases)}")
+        terminal.say(f"workload   {workload.name}: {', '.join(cases)}")
     for module, what in OTHERS.items():
-        cli.say(f"python -m {module}: {what}")
+        terminal.say(f"python -m {module}: {what}")
 
 
 def _show(record: dict, form: str) -> None:
     if form == "json":
-        cli.print_json(record)
+        terminal.print_json(record)
         return
     for table in report.tables(record):
-        cli.stderr.print(table)
-    cli.say(f"threads {record['threads']}, {record['machine']['cpu']}, {record['seconds']} s in all")
+        terminal.stderr.print(table)
+    terminal.say(f"threads {record['threads']}, {record['machine']['cpu']}, {record['seconds']} s in all")
 
 
 def _draw(record: dict, folder: Path) -> None:
     try:
         from benchmarks.output.plots import draw
     except ModuleNotFoundError as missing:
-        raise InputError(f"plots: {missing.name} is not installed; run `make bench`, or pip install 'blockline[bench]'") from missing
+        raise InputError(
+            f"plots: {missing.name} is not installed; run `make bench`, or pip install 'blockline[bench]'"
+        ) from missing
     for file in draw(record, folder):
-        cli.say(f"drawn: {file}")
+        terminal.say(f"drawn: {file}")
 
 
 def _profile(arguments: argparse.Namespace, threads: int) -> None:
     from benchmarks.machine.step_profile import tables
     from exporter.bundle.bundle import Bundle
 
-    shown, data = tables(Bundle.open(arguments.profile), arguments.batch, arguments.past_len, arguments.cache_capacity, threads)
+    shown, data = tables(
+        Bundle.open(arguments.profile), arguments.batch, arguments.past_len, arguments.cache_capacity, threads
+    )
     if arguments.format == "json":
-        cli.print_json(data)
+        terminal.print_json(data)
     for table in shown if arguments.format == "table" else ():
-        cli.stderr.print(table)
+        terminal.stderr.print(table)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return cli.run(_main, _parser(), arguments)
+    return command.run(_main, _parser(), arguments)
 
 
 if __name__ == "__main__":

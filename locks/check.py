@@ -42,13 +42,17 @@ def range_problems(wanted: Iterable[Requirement], pins: Mapping[str, Pin]) -> li
     return problems
 
 
-def environment_problems(installed: Mapping[str, str], pins: Mapping[str, Pin], added: Set[str] = frozenset()) -> list[str]:
+def environment_problems(
+    installed: Mapping[str, str], pins: Mapping[str, Pin], added: Set[str] = frozenset()
+) -> list[str]:
     """Packages that are missing, of another version, or neither the lock's nor among `added`.
 
     A local label (torch's "+cpu") names a build of a version.
     """
     expected = {name: pin.version for name, pin in pins.items() if not pin.marker or Marker(pin.marker).evaluate()}
-    got = {name: version for name, version in installed.items() if name in expected or name not in {*NOT_LOCKED, *added}}
+    got = {
+        name: version for name, version in installed.items() if name in expected or name not in {*NOT_LOCKED, *added}
+    }
     return [
         f"{name}: got {got.get(name, 'nothing')}, expected {expected.get(name, 'nothing')}"
         for name in sorted({*got, *expected})
@@ -84,7 +88,10 @@ def problems() -> list[str]:
     """Everything that is wrong with the lock and with this environment."""
     read_pins(UV)
     pins, installed = locked_packages(), installed_packages()
-    return [*range_problems(requirements(), pins), *environment_problems(installed, pins, added_by_other_extras(installed))]
+    return [
+        *range_problems(requirements(), pins),
+        *environment_problems(installed, pins, added_by_other_extras(installed)),
+    ]
 
 
 def main() -> int:
@@ -92,7 +99,10 @@ def main() -> int:
     for problem in found:
         print(f"lock: {problem}", file=sys.stderr)
     if found:
-        print("lock: make the environment anew with `rm -r .venv && make setup`, or the lock with `make lock`", file=sys.stderr)
+        print(
+            "lock: make the environment anew with `rm -r .venv && make setup`, or the lock with `make lock`",
+            file=sys.stderr,
+        )
     else:
         print(f"lock: {len(set(installed_packages()) - set(NOT_LOCKED))} packages are here, each as pinned")
     return 1 if found else 0

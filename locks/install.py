@@ -26,7 +26,9 @@ def main() -> None:
     _pip("install", "--no-deps", "--no-build-isolation", "-r", PACKAGES)
     version = read_pins(TORCH)["torch"].version
     if os.environ.get("BLOCKLINE_TORCH") == "any":
-        print(f"note: torch {version} and what it asks for are installed without a check of their files", file=sys.stderr)
+        print(
+            f"note: torch {version} and what it asks for are installed without a check of their files", file=sys.stderr
+        )
         _pip("install", f"torch=={version}")
     else:
         install_torch(version)
@@ -35,7 +37,9 @@ def main() -> None:
 
 
 def _pip(*arguments: str | Path) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *map(str, arguments)], check=True
+    )
 
 
 def install_torch(version: str) -> None:

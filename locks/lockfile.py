@@ -15,7 +15,9 @@ CUDA = FOLDER / "cuda.txt"  # libraries that only torch's CUDA build asks for
 UV = FOLDER / "uv.txt"  # the tool that renews the lock, in an environment of its own
 INSTALLED = (BUILD, PACKAGES, TORCH, CUDA)
 
-_PIN = re.compile(r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?:\s*;\s*(?P<marker>[^\\]+?))?(?P<hashes>(?:\s+--hash=sha256:[0-9a-f]{64})+)")
+_PIN = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?:\s*;\s*(?P<marker>[^\\]+?))?(?P<hashes>(?:\s+--hash=sha256:[0-9a-f]{64})+)"
+)
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,24 @@ def read_pins(path: Path) -> dict[str, Pin]:
     Raises:
         ValueError: a line is no package with one version and at least one SHA-256, or a name comes twice.
     """
-    lines = (line for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines() if line and not line.startswith(("#", "--")))
+    lines = (
+        line
+        for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+        if line and not line.startswith(("#", "--"))
+    )
     pins: dict[str, Pin] = {}
     for line in lines:
         match = _PIN.fullmatch(line.strip())
         if match is None:
-            raise ValueError(f"{path}: got {line[:80]!r}, expected NAME==VERSION and a SHA-256 for each of its files; renew it with `make lock`")
-        pin = Pin(normal(match["name"]), match["version"], match["marker"] or "", frozenset(re.findall(r"[0-9a-f]{64}", match["hashes"])))
+            raise ValueError(
+                f"{path}: got {line[:80]!r}, expected NAME==VERSION and a SHA-256 for each of its files; renew it with `make lock`"
+            )
+        pin = Pin(
+            normal(match["name"]),
+            match["version"],
+            match["marker"] or "",
+            frozenset(re.findall(r"[0-9a-f]{64}", match["hashes"])),
+        )
         if pin.name in pins:
             raise ValueError(f"{path}: {pin.name} comes twice, expected once; renew it with `make lock`")
         pins[pin.name] = pin

@@ -20,14 +20,22 @@ from pathlib import Path
 
 from locks.lockfile import BUILD, CUDA, INSTALLED, PACKAGES, ROOT, TORCH, UV, Pin, read_pins
 
-PLATFORMS = {"x86_64": "x86_64-manylinux_2_28", "aarch64": "aarch64-manylinux_2_35"}  # machine → uv's name for Linux on it
+PLATFORMS = {
+    "x86_64": "x86_64-manylinux_2_28",
+    "aarch64": "aarch64-manylinux_2_35",
+}  # machine → uv's name for Linux on it
 EXTRAS = ("smollm2", "tensorrt-rtx", "bench", "test")  # what setup installs beside the project's own dependencies
-SOURCE_ONLY = ("tensorrt-rtx", "tensorrt-rtx-cu13")  # published as source archives alone: metadata, built by the pinned setuptools
+SOURCE_ONLY = (
+    "tensorrt-rtx",
+    "tensorrt-rtx-cu13",
+)  # published as source archives alone: metadata, built by the pinned setuptools
 CUDA_LIBRARIES = re.compile(r"nvidia-.*|cuda-toolkit|triton")
 
 HEADS = {
     BUILD: ("Builds source archives and this project.",),
-    PACKAGES: ("All that setup installs but what the other files hold. Wheels only, but for what is published as source alone.",),
+    PACKAGES: (
+        "All that setup installs but what the other files hold. Wheels only, but for what is published as source alone.",
+    ),
     TORCH: (
         "The CPU build that the tests ran with and every build in the usual index. torch's own index has more CUDA builds, which aren't",
         "listed: locks/install.py says what to do about one.",
@@ -66,18 +74,36 @@ def _resolve(sources: list[str], requirements: list[str], old: dict[str, Pin], u
     for machine, platform in PLATFORMS.items():
         for name, pin in _compile(sources, requirements, old | pins, upgrade and not pins, platform).items():
             if pins.setdefault(name, pin) != pin:
-                raise SystemExit(f"lock: {name} got {pins[name].version} and {pin.version} for {machine}, expected one; narrow pyproject.toml")
+                raise SystemExit(
+                    f"lock: {name} got {pins[name].version} and {pin.version} for {machine}, expected one; narrow pyproject.toml"
+                )
             needed.setdefault(name, []).append(machine)
     everywhere = len(PLATFORMS)
-    markers = {name: "" if len(machines) == everywhere else f"platform_machine == '{machines[0]}'" for name, machines in needed.items()}
+    markers = {
+        name: "" if len(machines) == everywhere else f"platform_machine == '{machines[0]}'"
+        for name, machines in needed.items()
+    }
     return {name: replace(pin, marker=markers[name]) for name, pin in pins.items()}
 
 
-def _compile(sources: list[str], requirements: list[str], old: dict[str, Pin], upgrade: bool, platform: str) -> dict[str, Pin]:
+def _compile(
+    sources: list[str], requirements: list[str], old: dict[str, Pin], upgrade: bool, platform: str
+) -> dict[str, Pin]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "lock.txt"
         output.write_text("".join(map(_entry, old.values())), encoding="utf-8")  # uv keeps these versions where it can
-        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--python-platform", platform, "--python-version", "3.11"]
+        command = [
+            sys.executable,
+            "-m",
+            "uv",
+            "pip",
+            "compile",
+            "--quiet",
+            "--python-platform",
+            platform,
+            "--python-version",
+            "3.11",
+        ]
         command += ["--generate-hashes", "--no-header", "--no-annotate", *(["--upgrade"] if upgrade else [])]
         subprocess.run(
             [*command, "--output-file", str(output), *sources, "-"],
@@ -89,7 +115,17 @@ def _compile(sources: list[str], requirements: list[str], old: dict[str, Pin], u
 def _with_own_build(torch: Pin, old: Pin | None) -> Pin:
     """torch with the hash of the build that pip finds here too, and with those that were known before."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pip", "--quiet", "download", "--no-deps", "--only-binary=:all:", "--dest", folder]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--quiet",
+            "download",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            folder,
+        ]
         subprocess.run([*command, f"torch=={torch.version}"], check=True)
         (wheel,) = Path(folder).iterdir()
         with open(wheel, "rb") as file:
@@ -104,7 +140,11 @@ def _entry(pin: Pin) -> str:
 
 
 def _write(path: Path, pins: Iterable[Pin]) -> None:
-    lines = [*(f"# {line}" for line in (*HEADS[path], "Written by `make lock`; not edited by hand.")), "--require-hashes", "--only-binary :all:"]
+    lines = [
+        *(f"# {line}" for line in (*HEADS[path], "Written by `make lock`; not edited by hand.")),
+        "--require-hashes",
+        "--only-binary :all:",
+    ]
     entries = [_entry(pin) for pin in sorted(pins, key=lambda pin: pin.name)]
     path.write_text("\n".join([*lines, *OPTIONS.get(path, ())]) + "\n" + "".join(entries), encoding="utf-8")
 

@@ -9,7 +9,7 @@ from exporter.bundle.bundle import ENGINES_FILE, Bundle
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import BackendError, InputError
 from exporter.common.memory import available_host_bytes
-from exporter.spec.contract import check_cache_capacity
+from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.protocol import Stepper
 from runtime.policy.memory_plan import plan_memory
 
@@ -19,7 +19,12 @@ BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
 
 
 def open_stepper(
-    bundle: Bundle, backend: str, providers: str | Sequence[str] | None, max_batch: int, cache_capacity: int | None, verify: str = "graph"
+    bundle: Bundle,
+    backend: str,
+    providers: str | Sequence[str] | None,
+    max_batch: int,
+    cache_capacity: int | None,
+    verify: str = "graph",
 ) -> tuple[Stepper, int]:
     """The stepper for a session and the cache capacity to use; what does not fit in memory is refused before it is opened.
 
@@ -33,7 +38,9 @@ def open_stepper(
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise InputError(f"providers: got {providers!r}, expected the name of an onnxruntime execution provider")
     if names and backend in ("eager", "tensorrt"):
-        raise InputError(f"providers: got {list(names)} for the {backend} backend, expected none; they belong to onnxruntime")
+        raise InputError(
+            f"providers: got {list(names)} for the {backend} backend, expected none; they belong to onnxruntime"
+        )
     if len(names) > 1:
         raise InputError(f"providers: got {list(names)}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
@@ -41,13 +48,19 @@ def open_stepper(
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
             return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
-        except BackendError as error:  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
+        except (
+            BackendError
+        ) as error:  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
             log.info("auto takes onnxruntime: %s", error)
     elif backend == "auto":
-        log.info("auto takes onnxruntime: %s", f"provider {names[0]} was asked for" if names else "the bundle has no engines")
+        log.info(
+            "auto takes onnxruntime: %s", f"provider {names[0]} was asked for" if names else "the bundle has no engines"
+        )
     manifest = bundle.manifest
     capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
-    _check_memory(manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity, available_host_bytes())
+    _check_memory(
+        manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity, available_host_bytes()
+    )
     if backend == "eager":
         from exporter.steppers.eager_stepper import EagerStepper
 
@@ -77,7 +90,9 @@ def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, v
         stepper = open_engines(bundle, records, cuda)
         if max_batch > stepper.max_batch:
             stepper.close()
-            raise InputError(f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for")
+            raise InputError(
+                f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for"
+            )
     except BaseException:
         cuda.close()
         raise

@@ -13,7 +13,7 @@ import numpy as np
 from engines.library.dlpack import DeviceTensor
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import InputError
-from exporter.spec.contract import numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
 
 
 def is_whole_number(value: object) -> bool:
@@ -30,7 +30,9 @@ def as_array(x: object, subject: str) -> np.ndarray:
     try:
         return np.asarray(x)
     except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a torch tensor that asks for its gradient
-        raise InputError(f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths") from None
+        raise InputError(
+            f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths"
+        ) from None
 
 
 class InputChecker:
@@ -53,7 +55,11 @@ class InputChecker:
         """
         if not self._fits(x, n_axes=2):
             what = "tokens" if self.takes_tokens else "hidden states"
-            expected = "integers [B, T] (decode: [B])" if self.takes_tokens else f"{self._dtype_name} [B, T, {self._hidden_size}]"
+            expected = (
+                "integers [B, T] (decode: [B])"
+                if self.takes_tokens
+                else f"{self._dtype_name} [B, T, {self._hidden_size}]"
+            )
             raise InputError(f"{what}: got {x.dtype} {list(x.shape)}, expected {expected}")
         if 0 in x.shape:
             raise InputError(f"input: got shape {list(x.shape)}, expected at least one sequence and one token")
@@ -75,7 +81,9 @@ class InputChecker:
             return [width] * batch
         lengths = as_array(lengths, "lengths")
         if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-            raise InputError(f"lengths: got {lengths.dtype} {list(lengths.shape)}, expected integers [{batch}], one for each row")
+            raise InputError(
+                f"lengths: got {lengths.dtype} {list(lengths.shape)}, expected integers [{batch}], one for each row"
+            )
         if lengths.min() < 1 or lengths.max() > width:
             raise InputError(f"lengths: got {lengths.tolist()}, expected 1 to {width}, the tokens of a row")
         return lengths.tolist()
@@ -102,5 +110,7 @@ class InputChecker:
         wrong = (x < 0) | (x >= self._vocab_size)
         if wrong.any():
             step = int(np.flatnonzero(wrong)[0])
-            raise InputError(f"tokens: got {x[step]} in {name} at {step}, expected 0 to {self._vocab_size - 1}, the model's vocabulary")
+            raise InputError(
+                f"tokens: got {x[step]} in {name} at {step}, expected 0 to {self._vocab_size - 1}, the model's vocabulary"
+            )
         return x.astype(np.int64, copy=False)

@@ -18,8 +18,9 @@ from engines.library.dlpack import DeviceRows, DeviceTensor, is_device_tensor
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import InputError, NumericalError
 from exporter.spec.catalogue import LARGEST_COUNT
-from exporter.spec.contract import SEQUENCE, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.feeds import step_feeds
+from exporter.spec.tensors import SEQUENCE
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
 from runtime.backends import open_stepper
 from runtime.inputs import InputChecker, as_array, is_whole_number
@@ -79,7 +80,9 @@ class DecodeSession(TakesTurns):
         self.memory = plan_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
         self._stepper, self._is_open = stepper, True
         self._cache: Cache = stepper.new_cache(max_batch, cache_capacity)
-        self._unclean: dict[int, int] = {}  # cache row → where it ends what a call that did not end well may have left beyond its length
+        self._unclean: dict[
+            int, int
+        ] = {}  # cache row → where it ends what a call that did not end well may have left beyond its length
         self._inputs = InputChecker(bundle.manifest)
         self._input_name = self.manifest.contract.step_inputs[0].name
         self._output = self.manifest.contract.step_outputs[0]
@@ -118,7 +121,9 @@ class DecodeSession(TakesTurns):
         manifest = opened.manifest
         check_in_place(opened)
         if not manifest.unit.has_cache:
-            raise InputError(f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with")
+            raise InputError(
+                f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; a component has no cache to decode with"
+            )
         if not is_whole_number(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         try:
@@ -165,7 +170,9 @@ class DecodeSession(TakesTurns):
     def __enter__(self) -> DecodeSession:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # --- rows ----------------------------------------------------------------------------------------------------------
@@ -206,19 +213,29 @@ class DecodeSession(TakesTurns):
         if not is_device_tensor(x):
             return as_array(x, "input")
         if not isinstance(self._stepper, OnDevice):
-            raise InputError(f"device tensors: got one for the {self.backend} backend, expected numpy arrays; open it with backend='tensorrt'")
+            raise InputError(
+                f"device tensors: got one for the {self.backend} backend, expected numpy arrays; open it with backend='tensorrt'"
+            )
         tensor = self._stepper.import_tensor(x)
         return self._stepper.to_host(tensor) if self._inputs.takes_tokens else tensor
 
-    def _step_rows(self, x: np.ndarray | DeviceTensor, lengths: Sequence[int] | np.ndarray | None, on_device: bool) -> Any:
+    def _step_rows(
+        self, x: np.ndarray | DeviceTensor, lengths: Sequence[int] | np.ndarray | None, on_device: bool
+    ) -> Any:
         if self._slots is not None:
-            raise InputError("session: it is used with slots, so rows are not its own to use; call reset() to choose anew")
+            raise InputError(
+                "session: it is used with slots, so rows are not its own to use; call reset() to choose anew"
+            )
         x = self._inputs.batch(x)
         batch, width = x.shape[:2]
         if self._lengths is not None and batch != len(self._lengths):
-            raise InputError(f"batch: got {batch} rows, expected {len(self._lengths)} as in the first step; call reset() to begin again")
+            raise InputError(
+                f"batch: got {batch} rows, expected {len(self._lengths)} as in the first step; call reset() to begin again"
+            )
         if batch > self.max_batch:
-            raise InputError(f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}")
+            raise InputError(
+                f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}"
+            )
         seq_lens = self._inputs.lengths(lengths, batch, width)
         rows = (x.part(row, n) if isinstance(x, DeviceTensor) else x[row, :n] for row, n in enumerate(seq_lens))
         sequences = {row: self._inputs.real(sequence, f"row {row}") for row, sequence in enumerate(rows)}
@@ -227,9 +244,13 @@ class DecodeSession(TakesTurns):
         check_fits(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
         launches = plan_padded(past_lens, seq_lens, self.cache_capacity)
         if on_device and self._output.name == "logits" and SEQUENCE in self._output.axes:
-            raise InputError("device tensors: this bundle puts out logits of all tokens, expected the last; export it with --logits last")
+            raise InputError(
+                "device tensors: this bundle puts out logits of all tokens, expected the last; export it with --logits last"
+            )
         if on_device and (len(launches) > 1 or launches[0].width != width):
-            raise InputError("device tensors: this step needs its rows apart or trimmed, expected one run; use slots, or trim x to its longest row")
+            raise InputError(
+                "device tensors: this step needs its rows apart or trimmed, expected one run; use slots, or trim x to its longest row"
+            )
         total_lens = [past_len + seq_len for past_len, seq_len in zip(past_lens, seq_lens, strict=True)]
         with self._cleaned_where_it_fails(launches, past_lens):
             outputs = self._run(launches, sequences, dict(enumerate(past_lens)), dict(enumerate(names)), on_device)
@@ -322,11 +343,18 @@ class DecodeSession(TakesTurns):
         specs = self.manifest.contract.cache_specs
         expected = [((spec.axes[1], state.length, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in specs]
         tensors = list(state.tensors) if isinstance(state.tensors, Sequence) else [state.tensors]
-        got = [(tensor.shape, tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__ for tensor in tensors]
+        got = [
+            (tensor.shape, tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
+            for tensor in tensors
+        ]
         if got != expected:
-            raise InputError(f"slot state: got {len(got)} tensors {got[:1]}, expected {len(expected)} {expected[:1]}, as this bundle caches them")
+            raise InputError(
+                f"slot state: got {len(got)} tensors {got[:1]}, expected {len(expected)} {expected[:1]}, as this bundle caches them"
+            )
         if not all(np.isfinite(tensor).all() for tensor in tensors):
-            raise InputError("slot state: it holds inf or NaN, which would reach every later token; compute the prefix again")
+            raise InputError(
+                "slot state: it holds inf or NaN, which would reach every later token; compute the prefix again"
+            )
         check_fits({"the imported sequence": (0, state.length)}, self.cache_capacity)
 
     @in_turn
@@ -347,14 +375,18 @@ class DecodeSession(TakesTurns):
         """
         table = self._slot_table()
         if not isinstance(inputs, Mapping):
-            raise InputError(f"step: got {type(inputs).__name__}, expected a mapping from slots to their new tokens or hidden states")
+            raise InputError(
+                f"step: got {type(inputs).__name__}, expected a mapping from slots to their new tokens or hidden states"
+            )
         if not inputs:
             raise InputError("step: got no slots, expected at least one")
         held = {slot: table.held(slot) for slot in inputs}
         on_device = any(is_device_tensor(x) for x in inputs.values())
         if on_device and not all(is_device_tensor(x) for x in inputs.values()):
             raise InputError("step: got inputs on the host and on the device, expected one or the other")
-        sequences = {held[slot].row: self._inputs.sequence(self._taken(x), f"slot {slot}") for slot, x in inputs.items()}
+        sequences = {
+            held[slot].row: self._inputs.sequence(self._taken(x), f"slot {slot}") for slot, x in inputs.items()
+        }
         past_lens = {place.row: place.length for place in held.values()}
         names = {place.row: f"slot {slot}" for slot, place in held.items()}
         check_fits({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
@@ -368,21 +400,29 @@ class DecodeSession(TakesTurns):
         self._get_ready()
         if self._lengths is not None:
             raise InputError("session: it is used with rows, so there are no slots; call reset() to choose anew")
-        return self._slots or SlotTable(self.max_batch, self._slot_numbers)  # the choice is made by the first slot that is taken
+        return self._slots or SlotTable(
+            self.max_batch, self._slot_numbers
+        )  # the choice is made by the first slot that is taken
 
     # --- running -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _cleaned_where_it_fails(self, launches: Sequence[Launch], past_lens: Sequence[int] | Mapping[int, int]) -> Iterator[None]:
+    def _cleaned_where_it_fails(
+        self, launches: Sequence[Launch], past_lens: Sequence[int] | Mapping[int, int]
+    ) -> Iterator[None]:
         """Notes which cache rows the launches may write, and zeroes them beyond their lengths unless the body ends well.
 
         The note is made before the first write and struck out after the new lengths are set, so that an interrupt at any point,
         or a cache that cannot be zeroed now, leaves it for the next call.
         """
-        self._unclean = {row: min(past_lens[row] + launch.width, self.cache_capacity) for launch in launches for row in launch.rows}
+        self._unclean = {
+            row: min(past_lens[row] + launch.width, self.cache_capacity) for launch in launches for row in launch.rows
+        }
         try:
             yield
-        except GeneratorExit:  # dropped, by an interrupt between our lines: this may be any thread, in the middle of another call
+        except (
+            GeneratorExit
+        ):  # dropped, by an interrupt between our lines: this may be any thread, in the middle of another call
             raise  # the next call finds the note
         except BaseException:
             self._clean()
@@ -402,7 +442,12 @@ class DecodeSession(TakesTurns):
         return self._lengths[row] if self._lengths is not None and row < len(self._lengths) else 0
 
     def _run(
-        self, launches: list[Launch], sequences: Mapping[int, Any], past_lens: Mapping[int, int], names: Mapping[int, str], on_device: bool
+        self,
+        launches: list[Launch],
+        sequences: Mapping[int, Any],
+        past_lens: Mapping[int, int],
+        names: Mapping[int, str],
+        on_device: bool,
     ) -> dict[int, Any]:
         """Runs launches over cache rows; returns each row's logits [V] or hidden states [T, E]."""
         outputs: dict[int, Any] = {}
@@ -411,13 +456,20 @@ class DecodeSession(TakesTurns):
         return outputs
 
     def _launch(
-        self, launch: Launch, sequences: Mapping[int, Any], past_lens: Mapping[int, int], names: Mapping[int, str], on_device: bool
+        self,
+        launch: Launch,
+        sequences: Mapping[int, Any],
+        past_lens: Mapping[int, int],
+        names: Mapping[int, str],
+        on_device: bool,
     ) -> dict[int, Any]:
         batch = [sequences[row] for row in launch.rows]
         seq_lens = [len(sequence) for sequence in batch]
         feeds = step_feeds(
             self._input_name,
-            DeviceRows(batch, launch.width) if isinstance(batch[0], DeviceTensor) else _right_padded(batch, launch.width),
+            DeviceRows(batch, launch.width)
+            if isinstance(batch[0], DeviceTensor)
+            else _right_padded(batch, launch.width),
             np.array([past_lens[row] for row in launch.rows], np.int64),
             np.array(seq_lens, np.int64),
         )
@@ -451,7 +503,11 @@ class DecodeSession(TakesTurns):
         """
         if np.isfinite(output).all():
             return
-        bad = [names[row] for index, row in enumerate(launch.rows) if not np.isfinite(self._real_output(output, index, seq_lens[index])).all()]
+        bad = [
+            names[row]
+            for index, row in enumerate(launch.rows)
+            if not np.isfinite(self._real_output(output, index, seq_lens[index])).all()
+        ]
         if bad:
             raise NumericalError(
                 f"{self._output.name}: inf or NaN in {', '.join(bad)}; the session is as before this step; "

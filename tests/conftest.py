@@ -10,11 +10,20 @@ from exporter.bundle.bundle import Bundle
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 
 ROOT = Path(__file__).parent.parent
 MAX_POSITIONS = 64
-TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=101,
+    context_length=128,
+)
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +32,12 @@ def tiny_bundle(tmp_path_factory):
     exported: dict[tuple, Bundle] = {}
 
     def export(
-        unit: str = "block", dtype: str = "fp32", layers: str | None = None, logits: str | None = None, n_parts: int = 1, cache: str = "in_place"
+        unit: str = "block",
+        dtype: str = "fp32",
+        layers: str | None = None,
+        logits: str | None = None,
+        n_parts: int = 1,
+        cache: str = "in_place",
     ) -> Bundle:
         parsed = Unit.parse(unit, TINY, layers, logits, cache)
         key = (parsed, dtype, n_parts)

@@ -17,13 +17,14 @@ from unittest import mock
 import gguf
 from tokenizers import pre_tokenizers
 
-import exporter.__main__
+import exporter.commands.main
 from benchmarks.campaigns.trials import TINY, Command, Site, add_foreign_files
 from benchmarks.race.gguf_file import add_geometry, finish, gguf_name
 from exporter.bundle.bundle import sha256_of
 from exporter.checkpoint import smollm2
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 
 class CheckpointSite(Site):
@@ -43,20 +44,27 @@ class CheckpointSite(Site):
         (self._template / "tmp").mkdir()
         wheels = root / "wheels"
         self._sha256 = write_package(wheels)
-        self._environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        self._environment = {
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(wheels),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
         line = ("import", smollm2.NAME)
         self.commands = (
             Command("import over nothing", self._main, line, "-o", over_folder=False),
             Command("import into a folder in use", self._main, line, "-o"),
         )
         self.reset(self.commands[0])
-        if self._main(self.commands[0].line(self.target)) != 0:  # in this process, so that children are forked from a warmed-up one
+        if (
+            self._main(self.commands[0].line(self.target)) != 0
+        ):  # in this process, so that children are forked from a warmed-up one
             raise RuntimeError("the import for the campaign failed")
         self._whole = {path.name: sha256_of(path) for path in self.target.iterdir()}
 
     def _main(self, line: list[str]) -> int:
         with self._from_the_trials_package():
-            return exporter.__main__.main(line)
+            return exporter.commands.main.main(line)
 
     @contextlib.contextmanager
     def _from_the_trials_package(self) -> Iterator[None]:
@@ -76,7 +84,11 @@ class CheckpointSite(Site):
         there = {path.name: sha256_of(path) for path in self.target.iterdir() if path.name in self._whole}
         if not there:
             return []
-        return [f"{name} is {'damaged' if name in there else 'gone'}" for name, digest in self._whole.items() if there.get(name) != digest]
+        return [
+            f"{name} is {'damaged' if name in there else 'gone'}"
+            for name, digest in self._whole.items()
+            if there.get(name) != digest
+        ]
 
     def target_files(self) -> set[str]:
         return set(self._whole)
@@ -94,7 +106,9 @@ class CheckpointSite(Site):
                 return "the older folder being removed"
             if names >= set(self._whole):
                 return "about to be put in place"
-            fetched = any(files for _, _, files in os.walk(self.folder / "tmp"))  # pip may be ending: what vanishes meanwhile is passed over
+            fetched = any(
+                files for _, _, files in os.walk(self.folder / "tmp")
+            )  # pip may be ending: what vanishes meanwhile is passed over
             return "being written" if names else "being fetched" if fetched else "just begun"
         return "in place" if in_place else "before or between files"
 

@@ -19,7 +19,7 @@ from runtime import DecodeSession
 WATCHED = (  # the code that must stand being interrupted
     str(Path(runtime.session.__file__).parent),
     str(Path(exporter.steppers.protocol.__file__).parent),
-    engines.running.tensorrt_stepper.__file__,
+    str(Path(engines.running.tensorrt_stepper.__file__).parent),
     contextlib.__file__,
 )
 ERRORS = (RuntimeError, MemoryError, KeyboardInterrupt)

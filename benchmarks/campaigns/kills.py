@@ -22,14 +22,24 @@ import tempfile
 import time
 from pathlib import Path
 
-import exporter.placing.placing
+import exporter.placing.folders
 from benchmarks.campaigns.checkpoint_trial import CheckpointSite
 from benchmarks.campaigns.children import fork, run_in_child
 from benchmarks.campaigns.trials import COMMANDS, BundleSite, Command, Site, warm_up
 from benchmarks.machine.description import machine, stamp
 
 RECORD = Path(__file__).parent.parent / "records" / "kills.json"
-CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.chmod", "os.chown", "os.truncate")
+CHANGES = (
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.chmod",
+    "os.chown",
+    "os.truncate",
+)
 
 
 def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Random) -> dict:
@@ -66,7 +76,11 @@ def after(site: Site, command: Command) -> list[str]:
     code = run_in_child(lambda: command.main(command.line(site.target)))
     if code != 0:
         return [*losses, f"the next run exits {code}"]
-    return losses + [f"after the next run: {loss}" for loss in site.losses(command)] + [f"left lying about: {name}" for name in site.strays(command)]
+    return (
+        losses
+        + [f"after the next run: {loss}" for loss in site.losses(command)]
+        + [f"left lying about: {name}" for name in site.strays(command)]
+    )
 
 
 def kill_at_every_call(site: Site, command: Command, only: range | None = None) -> dict:
@@ -100,7 +114,11 @@ def _killed_before(n: int, root: Path, command: Command, target: Path) -> int:
         if event in CHANGES or event == "fcntl.flock":
             relative = event in ("os.remove", "os.rmdir") and arguments[1] >= 0  # of an open folder, as rmtree does it
             count(f"{os.readlink(f'/proc/self/fd/{arguments[1]}')}/{arguments[0]}" if relative else arguments[0])
-        elif event == "open" and isinstance(arguments[0], str | bytes | os.PathLike) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        elif (
+            event == "open"
+            and isinstance(arguments[0], str | bytes | os.PathLike)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        ):
             count(arguments[0])
 
     def counted(function, path_of):
@@ -111,7 +129,7 @@ def _killed_before(n: int, root: Path, command: Command, target: Path) -> int:
         return call
 
     os.fsync = counted(os.fsync, lambda descriptor: descriptor)  # neither has an audit event
-    exporter.placing.placing._exchange = counted(exporter.placing.placing._exchange, lambda first, second: first)
+    exporter.placing.folders._exchange = counted(exporter.placing.folders._exchange, lambda first, second: first)
     sys.addaudithook(hook)
     return command.main(command.line(target))
 
@@ -123,27 +141,39 @@ def is_build(command: Command) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.campaigns.kills", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="at random moments, shared by the commands (default 200)")
+    parser.add_argument(
+        "--kills", type=int, default=200, metavar="N", help="at random moments, shared by the commands (default 200)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default 0)")
     arguments = parser.parse_args()
     rng, record = random.Random(arguments.seed), {**stamp(), "machine": machine(), "seed": arguments.seed}
     with tempfile.TemporaryDirectory() as root:
         record |= {"backend": warm_up(), "kills": 0, "n_losses": 0, "commands": {}}
         bundles, checkpoints = BundleSite(Path(root)), CheckpointSite(Path(root))
-        trials = [(bundles, command) for command in COMMANDS] + [(checkpoints, command) for command in checkpoints.commands]
+        trials = [(bundles, command) for command in COMMANDS] + [
+            (checkpoints, command) for command in checkpoints.commands
+        ]
         trials.sort(key=lambda trial: is_build(trial[1]))
         shares = {command.name: 1 if is_build(command) else 2 for _, command in trials}
         for site, command in trials:
             started = time.perf_counter()
             runs = {
-                "at random moments": kill_at_random(site, command, -(-arguments.kills * shares[command.name] // sum(shares.values())), rng),
+                "at random moments": kill_at_random(
+                    site, command, -(-arguments.kills * shares[command.name] // sum(shares.values())), rng
+                ),
                 "before every call": kill_at_every_call(site, command),
             }
             record["commands"][command.name] = {**runs, "seconds": round(time.perf_counter() - started, 1)}
             record["kills"] += sum(run["kills"] for run in runs.values())
             record["n_losses"] += sum(len(run["losses"]) for run in runs.values())
-            RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")  # after each: a campaign can be killed too
-            print(f"{command.name}: {record['kills']} kills so far, {record['n_losses']} losses", file=sys.stderr, flush=True)
+            RECORD.write_text(
+                json.dumps(record, indent=1) + "\n", encoding="utf-8"
+            )  # after each: a campaign can be killed too
+            print(
+                f"{command.name}: {record['kills']} kills so far, {record['n_losses']} losses",
+                file=sys.stderr,
+                flush=True,
+            )
     return 1 if record["n_losses"] else 0
 
 

@@ -16,8 +16,8 @@ from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckFailed, InputError
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
 from exporter.spec.feeds import step_feeds
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
 
@@ -48,10 +48,18 @@ class Opening:
         unit = Unit.parse("model", TINY, None, "all") if self._is_model else bundle.manifest.unit
         rng = np.random.default_rng(0)
         shape = (N_PROMPT + 1, TINY.hidden_size)
-        self._x = rng.integers(0, TINY.vocab_size, N_PROMPT + 1) if self._is_model else rng.standard_normal(shape).astype(np.float32)
+        self._x = (
+            rng.integers(0, TINY.vocab_size, N_PROMPT + 1)
+            if self._is_model
+            else rng.standard_normal(shape).astype(np.float32)
+        )
         reference = EagerStepper.from_weights(TINY, unit, "fp32", CAPACITY, RandomWeights(TINY, 0))
-        feeds = step_feeds(reference.contract.step_inputs[0].name, self._x[None], np.array([0]), np.array([N_PROMPT + 1]))
-        self._expected = reference.run(feeds, reference.new_cache(1, CAPACITY))[reference.contract.step_outputs[0].name][0]
+        feeds = step_feeds(
+            reference.contract.step_inputs[0].name, self._x[None], np.array([0]), np.array([N_PROMPT + 1])
+        )
+        self._expected = reference.run(feeds, reference.new_cache(1, CAPACITY))[
+            reference.contract.step_outputs[0].name
+        ][0]
 
     def open(self, backend: str, closed_by_an_error: bool) -> None:
         """Opens, prefills, decodes one token, closes.
@@ -66,7 +74,9 @@ class Opening:
                     output = session.step({slot: x})[slot]
                     error = float(np.abs((output if self._is_model else output[-1]) - self._expected[row]).max())
                     if not error <= TOLERANCE:
-                        raise CheckFailed(f"openings: {backend}, token {row + 1}: off by {error:.1e}, expected at most {TOLERANCE:.0e}")
+                        raise CheckFailed(
+                            f"openings: {backend}, token {row + 1}: off by {error:.1e}, expected at most {TOLERANCE:.0e}"
+                        )
                 if closed_by_an_error:
                     raise Broken
         except Broken:
@@ -112,7 +122,9 @@ def kinds_of_openings(bundles: list[Bundle], scratch: Path) -> dict[str, Callabl
     whole, size = bundles[0], {"max_batch": 2, "cache_capacity": CAPACITY}
     kinds |= {
         "refused: graph damaged": refused(damaged(whole, GRAPH_FILE, scratch / "graph"), "onnxruntime", **size),
-        "refused: weights damaged": refused(damaged(whole, DATA_FILE, scratch / "data"), "onnxruntime", verify="full", **size),
+        "refused: weights damaged": refused(
+            damaged(whole, DATA_FILE, scratch / "data"), "onnxruntime", verify="full", **size
+        ),
         "refused: no engine": refused(whole.folder, "tensorrt", **size),
         "refused: cache too long": refused(whole.folder, "onnxruntime", max_batch=2, cache_capacity=10**9),
         "refused: no such bundle": refused(scratch / "missing", "onnxruntime", **size),
@@ -145,7 +157,11 @@ def check_nothing_left(tenths: list[dict[str, int]], times: int) -> None:
     """
     for name in ("descriptors", "threads"):
         if tenths[-1][name] > tenths[0][name]:
-            raise CheckFailed(f"openings: {name} grew from {tenths[0][name]} to {tenths[-1][name]}, expected no more than at the start")
+            raise CheckFailed(
+                f"openings: {name} grew from {tenths[0][name]} to {tenths[-1][name]}, expected no more than at the start"
+            )
     grown = (tenths[-1]["resident_bytes"] - tenths[4]["resident_bytes"]) / (times / 2)
     if times >= 1000 and grown > BYTES_PER_OPENING:  # shorter runs show allocators warming up
-        raise CheckFailed(f"openings: memory grew by {grown:,.0f} bytes an opening, expected at most {BYTES_PER_OPENING:,}")
+        raise CheckFailed(
+            f"openings: memory grew by {grown:,.0f} bytes an opening, expected at most {BYTES_PER_OPENING:,}"
+        )

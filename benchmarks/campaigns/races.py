@@ -1,6 +1,6 @@
 """Runs commands on one bundle at the same time, and readers while it is replaced: one wins or one is refused, never a mixture.
 
-    python -m benchmarks.campaigns.races [--rounds 10] [--seed 0]
+python -m benchmarks.campaigns.races [--rounds 10] [--seed 0]
 """
 
 from __future__ import annotations
@@ -19,19 +19,36 @@ from pathlib import Path
 
 import numpy as np
 
-import exporter.__main__
+import exporter.commands.main
 from benchmarks.campaigns.children import fork
-from benchmarks.campaigns.trials import COMMANDS, MODEL, NEW_SEED, OLD_SEED, BundleSite, Command, Site, export_command, warm_up
+from benchmarks.campaigns.trials import (
+    COMMANDS,
+    MODEL,
+    NEW_SEED,
+    OLD_SEED,
+    BundleSite,
+    Command,
+    Site,
+    export_command,
+    warm_up,
+)
 from benchmarks.machine.description import machine, stamp
 from exporter.common.errors import BundleError
-from exporter.placing.placing import new_folder
+from exporter.placing.folders import new_folder
 from runtime import DecodeSession
 
 RECORD = Path(__file__).parent.parent / "records" / "races.json"
 ENDINGS = {0: "good", 2: "refused"}
 EXPORT_NEW, VALIDATE, BUILD = COMMANDS[1], COMMANDS[2], COMMANDS[4]
 EXPORT_OLD = export_command("export of the old one", OLD_SEED, engine=True)
-PAIRS = ((EXPORT_NEW, EXPORT_OLD), (EXPORT_NEW, BUILD), (BUILD, BUILD), (BUILD, VALIDATE), (EXPORT_NEW, VALIDATE), (VALIDATE, VALIDATE))
+PAIRS = (
+    (EXPORT_NEW, EXPORT_OLD),
+    (EXPORT_NEW, BUILD),
+    (BUILD, BUILD),
+    (BUILD, VALIDATE),
+    (EXPORT_NEW, VALIDATE),
+    (VALIDATE, VALIDATE),
+)
 
 
 def race(site: Site, first: Command, second: Command, n_rounds: int, rng: random.Random) -> dict:
@@ -59,8 +76,21 @@ def race_readers(folder: Path, n_rounds: int) -> dict:
     """
     sources = [folder / f"parts{seed}" for seed in (OLD_SEED, NEW_SEED)]
     for seed, source in zip((OLD_SEED, NEW_SEED), sources, strict=True):
-        exporter.__main__.main(
-            ["export", "--model", MODEL, "--unit", "stack", "--parts", "2", "--seed", str(seed), "--no-validate", "-o", str(source)]
+        exporter.commands.main.main(
+            [
+                "export",
+                "--model",
+                MODEL,
+                "--unit",
+                "stack",
+                "--parts",
+                "2",
+                "--seed",
+                str(seed),
+                "--no-validate",
+                "-o",
+                str(source),
+            ]
         )
     target = folder / "replaced"
     shutil.copytree(sources[0], target)
@@ -103,10 +133,19 @@ def _two_steps(folder: Path) -> np.ndarray:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.campaigns.races", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of each pair of commands; ten times as many of readers (default 10)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=10,
+        metavar="N",
+        help="of each pair of commands; ten times as many of readers (default 10)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default 0)")
     arguments = parser.parse_args()
-    rng, record = random.Random(arguments.seed), {**stamp(), "machine": machine(), "seed": arguments.seed, "backend": warm_up()}
+    rng, record = (
+        random.Random(arguments.seed),
+        {**stamp(), "machine": machine(), "seed": arguments.seed, "backend": warm_up()},
+    )
     with tempfile.TemporaryDirectory() as root:
         site = BundleSite(Path(root))
         races = {"readers": race_readers(Path(root), 10 * arguments.rounds)}

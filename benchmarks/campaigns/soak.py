@@ -36,8 +36,8 @@ from benchmarks.own.runtime_overhead import TINY, export
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import CheckFailed, InputError, NumericalError
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
 from exporter.spec.feeds import step_feeds
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
 from runtime.session import SlotState
@@ -131,7 +131,9 @@ class Server:
         except NumericalError:
             self.counts["fault: outputs not finite"] += 1
         except ERRORS as error:
-            self.counts["fault: interrupt in the session" if kind >= 0.04 else f"fault: {type(error).__name__} {place} a run"] += 1
+            self.counts[
+                "fault: interrupt in the session" if kind >= 0.04 else f"fault: {type(error).__name__} {place} a run"
+            ] += 1
         return None
 
     # --- clients ---------------------------------------------------------------------------------------------------------
@@ -235,7 +237,11 @@ class Server:
             "too long": {slot: self._draw(CAPACITY - sequence.length + 1, rng)},
             "unknown slot": {slot: good, 10**9: good},
             "no tokens": {slot: good[:0]},
-            **({"token out of range": {slot: np.array([1, TINY.vocab_size])}} if self.is_model else {"NaN hidden states": {slot: with_nan}}),
+            **(
+                {"token out of range": {slot: np.array([1, TINY.vocab_size])}}
+                if self.is_model
+                else {"NaN hidden states": {slot: with_nan}}
+            ),
         }
         kind = sorted(kinds)[rng.integers(len(kinds))]
         if kind == "NaN hidden states" and sequence.length == CAPACITY:
@@ -256,17 +262,23 @@ class Server:
         x = np.stack(sequence.given)[None]
         feeds = step_feeds(self._reference.contract.step_inputs[0].name, x, np.array([0]), np.array([sequence.length]))
         with self._checking:
-            expected = self._reference.run(feeds, self._reference.new_cache(1, CAPACITY))[self._reference.contract.step_outputs[0].name][0]
+            expected = self._reference.run(feeds, self._reference.new_cache(1, CAPACITY))[
+                self._reference.contract.step_outputs[0].name
+            ][0]
         for length, output in sequence.outputs.items():
             wanted = expected[length - 1]
             error = float(np.abs(output - wanted).max())
             self.max_error = max(self.max_error, error)
             if not error <= TOLERANCE:
-                raise CheckFailed(f"soak: token {length} of slot {sequence.slot} is off by {error:.1e}, expected at most {TOLERANCE:.0e}")
+                raise CheckFailed(
+                    f"soak: token {length} of slot {sequence.slot} is off by {error:.1e}, expected at most {TOLERANCE:.0e}"
+                )
             if self.is_model and output.argmax() != wanted.argmax():
                 margin = wanted.max() - wanted[output.argmax()]
                 if margin > 2 * error:
-                    raise CheckFailed(f"soak: token {length} of slot {sequence.slot} is {output.argmax()}, expected {wanted.argmax()}")
+                    raise CheckFailed(
+                        f"soak: token {length} of slot {sequence.slot} is {output.argmax()}, expected {wanted.argmax()}"
+                    )
                 self.counts["ties within the error"] += 1
             self.counts["outputs checked"] += 1
 
@@ -293,7 +305,9 @@ class Server:
             raise CheckFailed(f"soak: {self.failures[0]!r}") from self.failures[0]
         if any(thread.is_alive() for thread in (stepping, *clients)):
             faulthandler.dump_traceback(file=sys.__stderr__)
-            raise CheckFailed(f"soak: threads are still running after {PATIENCE_S} s; it is a deadlock, their stacks are above")
+            raise CheckFailed(
+                f"soak: threads are still running after {PATIENCE_S} s; it is a deadlock, their stacks are above"
+            )
         if dict(self.session.lengths) != {} or len([self.session.acquire() for _ in range(MAX_BATCH)]) != MAX_BATCH:
             raise CheckFailed(f"soak: slots are lost: {self.session.lengths}")
 
@@ -347,17 +361,26 @@ def serve_for(bundle: Bundle, seconds: float, seed: int) -> dict:
 def main() -> None:
     """Soaks a model and a stack, opens and closes sessions, prints and writes the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.campaigns.soak")
-    parser.add_argument("--minutes", type=float, default=10, help="of serving, shared by a model and a stack (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=10, help="of serving, shared by a model and a stack (default: %(default)s)"
+    )
     parser.add_argument("--opens", type=int, default=3000, help="sessions to open and close (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
     arguments = parser.parse_args()
     faulthandler.enable()
-    of_the_code = {**stamp(), "machine": machine(), "load_average_before": os.getloadavg()[0]}  # before the run, in which the tree may change
+    of_the_code = {
+        **stamp(),
+        "machine": machine(),
+        "load_average_before": os.getloadavg()[0],
+    }  # before the run, in which the tree may change
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         model, stack = export("model", Path(scratch)), export("stack", Path(scratch))
         if arguments.minutes:
-            served = [serve_for(bundle, arguments.minutes * 60 * share, arguments.seed) for bundle, share in ((model, 0.7), (stack, 0.3))]
+            served = [
+                serve_for(bundle, arguments.minutes * 60 * share, arguments.seed)
+                for bundle, share in ((model, 0.7), (stack, 0.3))
+            ]
             sizes = {"clients": CLIENTS, "max_batch": MAX_BATCH, "cache_capacity": CAPACITY, "tolerance": TOLERANCE}
             record["serving"] = {**of_the_code, "seed": arguments.seed, **sizes, "sessions": served}
         if arguments.opens:

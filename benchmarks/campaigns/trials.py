@@ -9,19 +9,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import engines.__main__
-import exporter.__main__
+import engines.commands.main
+import exporter.commands.main
 from benchmarks.campaigns.children import run_in_child
-from engines.building.publishing import check_engine, check_lineage, read_records
+from engines.building.publishing import read_records
 from engines.library.backend import choose_backend
+from engines.library.usable_engines import check_engine, check_lineage
 from exporter.bundle.bundle import REPORT_FILE, Bundle
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
 
 MODEL = "tiny"
-TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=64)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=101,
+    context_length=64,
+)
 OLD_SEED, NEW_SEED = 0, 1  # same sizes, so that only checksums tell a mixture
-FOREIGN = {"target/notes.txt": "mine", "target/results/deep/table.csv": "a,b", "neighbour.txt": "beside", ".other.partial-x/half": "another run's"}
+FOREIGN = {
+    "target/notes.txt": "mine",
+    "target/results/deep/table.csv": "a,b",
+    "neighbour.txt": "beside",
+    ".other.partial-x/half": "another run's",
+}
 
 
 @dataclass(frozen=True)
@@ -50,16 +65,16 @@ class Command:
 
 
 def export_command(name: str, seed: int, **where: bool) -> Command:
-    return Command(name, exporter.__main__.main, ("export", "--model", MODEL, "--seed", str(seed)), "-o", **where)
+    return Command(name, exporter.commands.main.main, ("export", "--model", MODEL, "--seed", str(seed)), "-o", **where)
 
 
 _BUILD = ("build", "--backend", "tensorrt-rtx", "--cache-capacity", "32", "--max-seq-len", "8", "--max-batch", "1")
 COMMANDS = (
     export_command("export over nothing", NEW_SEED, over_folder=False),
     export_command("export over a bundle", NEW_SEED, engine=True),
-    Command("validate", exporter.__main__.main, ("validate",), engine=True),
-    Command("build, a first engine", engines.__main__.main, _BUILD),
-    Command("build, over an engine", engines.__main__.main, _BUILD, engine=True),
+    Command("validate", exporter.commands.main.main, ("validate",), engine=True),
+    Command("build, a first engine", engines.commands.main.main, _BUILD),
+    Command("build, over an engine", engines.commands.main.main, _BUILD, engine=True),
 )
 
 
@@ -143,7 +158,7 @@ class BundleSite(Site):
         self._engine = engine
         self._templates: dict[bool, Path] = {}
         for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children are forked from a warmed-up one
-            exporter.__main__.main(export_command("", seed).line(root / f"seed{seed}"))
+            exporter.commands.main.main(export_command("", seed).line(root / f"seed{seed}"))
         self.old, self.new = (Bundle.open(root / f"seed{seed}").manifest for seed in (OLD_SEED, NEW_SEED))
 
     def template(self, command: Command) -> Path:
@@ -151,7 +166,7 @@ class BundleSite(Site):
         if engine not in self._templates:
             template = self._root / ("template with an engine" if engine else "template")
             shutil.copytree(self._root / f"seed{OLD_SEED}", template / "target")
-            if engine and run_in_child(lambda: engines.__main__.main(COMMANDS[-1].line(template / "target"))) != 0:
+            if engine and run_in_child(lambda: engines.commands.main.main(COMMANDS[-1].line(template / "target"))) != 0:
                 raise RuntimeError("the build for the campaign failed")
             add_foreign_files(template)
             self._templates[engine] = template
@@ -188,7 +203,10 @@ class BundleSite(Site):
                 return "about to be put in place"
             return "being validated" if "manifest.json" in names else "being written" if names else "just begun"
         if inside:
-            kind = next((kind for kind in ("engine", "onnx", "json") if any(f".{kind}.partial-" in name for name in inside)), "file")
+            kind = next(
+                (kind for kind in ("engine", "onnx", "json") if any(f".{kind}.partial-" in name for name in inside)),
+                "file",
+            )
             writing = len(inside) > 1 or kind == "json"
             empty = all(path.stat().st_size == 0 for path in self.target.glob(".*.partial-*"))
             return f"{kind} being {'published' if writing and kind == 'engine' else 'made' if empty else 'written'}"

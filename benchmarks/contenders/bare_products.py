@@ -24,7 +24,10 @@ class BareProducts:
         graph = bare_graph(onnx.load(bundle.graph_path, load_external_data=False))
         self._session = open_session(graph.SerializeToString(), data_folder=bundle.folder)
         generator = np.random.default_rng(0)
-        self._feeds = {value.name: generator.standard_normal((batch, *value.shape[1:]), np.float32) for value in self._session.get_inputs()}
+        self._feeds = {
+            value.name: generator.standard_normal((batch, *value.shape[1:]), np.float32)
+            for value in self._session.get_inputs()
+        }
 
     def run(self) -> None:
         self._session.run(None, self._feeds)
@@ -79,7 +82,9 @@ def _constant_ancestors(
     return [*made_of, producers[name]]
 
 
-def _inner_width(node: onnx.NodeProto, initializers: dict[str, onnx.TensorProto], producers: dict[str, onnx.NodeProto]) -> int:
+def _inner_width(
+    node: onnx.NodeProto, initializers: dict[str, onnx.TensorProto], producers: dict[str, onnx.NodeProto]
+) -> int:
     """The features that a product sums over."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if "K" in attributes:

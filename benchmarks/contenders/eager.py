@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.contenders.interface import Base
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.spec.contract import Unit, check_max_positions
 from exporter.spec.feeds import step_feeds
+from exporter.spec.limits import check_max_positions
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import HostCache
 
@@ -29,7 +30,9 @@ class Contender(Base[State]):
         opened = open_checkpoint(model)
         self._config = opened.config
         positions = check_max_positions(None, opened.config)
-        self._stepper = EagerStepper.from_weights(opened.config, Unit.parse("model", opened.config), "fp32", positions, opened.weights)
+        self._stepper = EagerStepper.from_weights(
+            opened.config, Unit.parse("model", opened.config), "fp32", positions, opened.weights
+        )
         self.version = self._stepper.description
 
     def start(self, batch: int, capacity: int) -> State:
@@ -37,7 +40,9 @@ class Contender(Base[State]):
 
     def step(self, state: State, tokens: np.ndarray) -> np.ndarray:
         past_lens = np.full(len(tokens), state.length)
-        logits = self._stepper.run(step_feeds("input_ids", tokens, past_lens, np.full(len(tokens), tokens.shape[1])), state.cache)["logits"]
+        logits = self._stepper.run(
+            step_feeds("input_ids", tokens, past_lens, np.full(len(tokens), tokens.shape[1])), state.cache
+        )["logits"]
         state.length += tokens.shape[1]
         return logits
 

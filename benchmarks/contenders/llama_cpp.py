@@ -46,7 +46,9 @@ class Contender(Base[State]):
         self.version = f"llama-cpp-python {version('llama-cpp-python')}"
         survives = self._survives_a_step(model)
         if not survives:
-            self.version += ", its special layouts of weights (AMX, repacked) left out: they end the process on this machine"
+            self.version += (
+                ", its special layouts of weights (AMX, repacked) left out: they end the process on this machine"
+            )
         self._load(model, survives)
 
     def _load(self, model: str, special_layouts: bool) -> None:
@@ -97,7 +99,9 @@ class Contender(Base[State]):
         for start in range(0, len(sequence), BATCH_TOKENS):
             chunk = sequence[start : start + BATCH_TOKENS]
             last = start + len(chunk) == len(sequence)
-            logits = self._run(state, [(row, int(token), last and index == len(chunk) - 1) for index, token in enumerate(chunk)])
+            logits = self._run(
+                state, [(row, int(token), last and index == len(chunk) - 1) for index, token in enumerate(chunk)]
+            )
         return logits
 
     def _run(self, state: State, entries: list[tuple[int, int, bool]]) -> np.ndarray:
@@ -113,7 +117,10 @@ class Contender(Base[State]):
             if status:
                 raise RuntimeError(f"llama.cpp: llama_decode answers {status}")
             wanted_at = [index for index, entry in enumerate(entries) if entry[2]]
-            rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(state.context, index), (self._vocabulary,)) for index in wanted_at]
+            rows = [
+                np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(state.context, index), (self._vocabulary,))
+                for index in wanted_at
+            ]
             return np.stack(rows).copy() if rows else np.empty((0, self._vocabulary), np.float32)
         finally:
             llama_cpp.llama_batch_free(batch)

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.contenders.bare_products import BareProducts
 from benchmarks.contenders.interface import Base
 from exporter.bundle.bundle import Bundle
-from exporter.spec.contract import check_cache_capacity
+from exporter.spec.limits import check_cache_capacity
 from runtime import DecodeSession
 from runtime.backends import open_stepper
 from runtime.session import SlotState
@@ -33,7 +33,11 @@ class Contender(Base[State]):
 
     def start(self, batch: int, capacity: int) -> State:
         manifest = self._bundle.manifest
-        rows = self._capacity if self._fixed else check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
+        rows = (
+            self._capacity
+            if self._fixed
+            else check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
+        )
         return State(DecodeSession(self._bundle, self._stepper, batch, rows), [])
 
     def step(self, state: State, tokens: np.ndarray) -> np.ndarray:

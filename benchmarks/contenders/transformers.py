@@ -30,7 +30,9 @@ class Contender(Base[State]):
 
     def step(self, state: State, tokens: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            output = self._model(input_ids=torch.from_numpy(tokens), cache=state.cache, use_cache=True, logits_to_keep=1)
+            output = self._model(
+                input_ids=torch.from_numpy(tokens), cache=state.cache, use_cache=True, logits_to_keep=1
+            )
         return output.logits[:, -1].numpy()
 
     def fill(self, state: State, past: list[np.ndarray]) -> None:

@@ -15,7 +15,11 @@ class Contender(on_cpu.Contender):
         super().__init__(model, threads)
         self._device = device
         self._model = self._model.to(device)
-        self._decode = torch.compile(self._model.forward, mode="reduce-overhead", fullgraph=True) if device == "cuda" else self._model
+        self._decode = (
+            torch.compile(self._model.forward, mode="reduce-overhead", fullgraph=True)
+            if device == "cuda"
+            else self._model
+        )
         self.version += f", StaticCache on {device}"
 
     def start(self, batch: int, capacity: int) -> on_cpu.State:

@@ -50,7 +50,9 @@ class Worker:
         running = Running(self.contender.start(len(all_tokens), capacity), all_tokens)
         if past is not None and self.contender.can_fill:
             with np.load(past) as arrays:
-                self.contender.fill(running.state, [np.ascontiguousarray(arrays[name][:, :past_len]) for name in arrays.files])
+                self.contender.fill(
+                    running.state, [np.ascontiguousarray(arrays[name][:, :past_len]) for name in arrays.files]
+                )
             running.length = past_len
         elif past_len:
             self.contender.step(running.state, running.next(past_len))
@@ -106,7 +108,10 @@ class Worker:
         if forget_peak:
             Path("/proc/self/clear_refs").write_text("5")
         status = Path("/proc/self/status").read_text()
-        return {name: int(re.search(rf"{key}:\s+(\d+) kB", status)[1]) * 1024 for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))}
+        return {
+            name: int(re.search(rf"{key}:\s+(\d+) kB", status)[1]) * 1024
+            for name, key in (("resident", "VmRSS"), ("peak", "VmHWM"))
+        }
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -123,8 +128,14 @@ def main() -> None:
     kind = importlib.import_module(f"benchmarks.contenders.{module}").Contender
     imported = time.perf_counter()
     worker = Worker(kind(**options))
-    opened = {"import_seconds": imported - started, "open_seconds": time.perf_counter() - imported, "version": worker.contender.version}
-    print(json.dumps(opened | {"can_fill": kind.can_fill, "largest_batch": kind.largest_batch}), file=answers, flush=True)
+    opened = {
+        "import_seconds": imported - started,
+        "open_seconds": time.perf_counter() - imported,
+        "version": worker.contender.version,
+    }
+    print(
+        json.dumps(opened | {"can_fill": kind.can_fill, "largest_batch": kind.largest_batch}), file=answers, flush=True
+    )
     for line in sys.stdin:
         request = json.loads(line)
         try:

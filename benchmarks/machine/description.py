@@ -9,12 +9,19 @@ import subprocess
 from pathlib import Path
 
 from engines.library.gpu import visible_gpus
-from exporter.export import versions
+from exporter.common.versions import versions
 
 
 def machine() -> dict:
     """Processor, cores, memory and GPUs; no host name."""
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
     return {
         "cpu": cpu,
         "architecture": platform.machine(),

@@ -15,8 +15,8 @@ import onnxruntime
 from rich.table import Table
 
 from exporter.bundle.bundle import Bundle
-from exporter.spec.contract import check_cache_capacity
 from exporter.spec.feeds import step_feeds
+from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 
 STEPS, WARM_STEPS = 20, 5
@@ -42,7 +42,9 @@ class ProfiledStepper(OnnxruntimeStepper):
         options.intra_op_num_threads = threads
         options.enable_profiling = True
         options.profile_file_prefix = str(folder / "profile")
-        self._session = onnxruntime.InferenceSession(str(bundle.graph_path), options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(
+            str(bundle.graph_path), options, providers=["CPUExecutionProvider"]
+        )
 
     def profile(self) -> Path:
         """Ends profiling; the file."""
@@ -91,7 +93,9 @@ def component_of(node: str) -> str:
 
 def component_times(bundle: Bundle, batch: int, past_len: int, capacity: int, threads: int) -> dict[str, float]:
     """Component → median milliseconds a step."""
-    return median_times(profile_steps(bundle, batch, past_len, capacity, threads), lambda kernel: component_of(kernel.node))
+    return median_times(
+        profile_steps(bundle, batch, past_len, capacity, threads), lambda kernel: component_of(kernel.node)
+    )
 
 
 def median_times(steps: list[list[Kernel]], group: Callable[[Kernel], str]) -> dict[str, float]:

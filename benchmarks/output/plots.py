@@ -27,18 +27,34 @@ def draw(record: Mapping, folder: Path) -> list[Path]:
         stem = name.lower().replace(" ", "-")
         for batch in sorted({case["case"]["batch"] for case in cases}):
             series = _series([case for case in cases if case["case"]["batch"] == batch], "past_len")
-            files += _draw(folder / f"{stem}-past-length-batch-{batch}.svg", f"{name}, batch {batch}", "cached tokens", series)
+            files += _draw(
+                folder / f"{stem}-past-length-batch-{batch}.svg", f"{name}, batch {batch}", "cached tokens", series
+            )
         for past_len in sorted({case["case"]["past_len"] for case in cases}):
             series = _series([case for case in cases if case["case"]["past_len"] == past_len], "batch")
-            files += _draw(folder / f"{stem}-batch-at-{past_len}.svg", f"{name}, {past_len:,} cached tokens", "batch", series)
+            files += _draw(
+                folder / f"{stem}-batch-at-{past_len}.svg", f"{name}, {past_len:,} cached tokens", "batch", series
+            )
         capacities = {"ours": [_point(row["capacity"], row) for row in workload["capacity"] if "median_ms" in row]}
-        files += _draw(folder / f"{stem}-capacity.svg", f"{name}, one length, growing allocation", "cache capacity", capacities)
-    for key, label, scale in (("seconds", "export, s", 1), ("peak_memory_bytes", "peak memory of the export, GiB", 2**30)):
+        files += _draw(
+            folder / f"{stem}-capacity.svg", f"{name}, one length, growing allocation", "cache capacity", capacities
+        )
+    for key, label, scale in (
+        ("seconds", "export, s", 1),
+        ("peak_memory_bytes", "peak memory of the export, GiB", 2**30),
+    ):
         by_exporter: Series = defaultdict(list)
         for row in record["exports by depth"]:
             if key in row:
                 by_exporter[row["exporter"]].append((row["n_layers"], *[row[key] / scale] * 3))
-        files += _draw(folder / f"export-{key.replace('_', '-')}.svg", "export against depth", "layers", by_exporter, label, logarithmic=False)
+        files += _draw(
+            folder / f"export-{key.replace('_', '-')}.svg",
+            "export against depth",
+            "layers",
+            by_exporter,
+            label,
+            logarithmic=False,
+        )
     return files
 
 
@@ -55,7 +71,9 @@ def _point(x: float, result: Mapping) -> tuple[float, float, float, float]:
     return x, result["median_ms"], result["p10_ms"], result["p90_ms"]
 
 
-def _draw(file: Path, title: str, x_label: str, series: Series, y_label: str = "ms a step", logarithmic: bool = True) -> list[Path]:
+def _draw(
+    file: Path, title: str, x_label: str, series: Series, y_label: str = "ms a step", logarithmic: bool = True
+) -> list[Path]:
     """One plot, from p10 to p90 around the medians; none where no line has two points."""
     if not any(len(points) > 1 for points in series.values()):
         return []

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Mapping
 
 from benchmarks.race.lineup import OURS, REFERENCE
 
-TOP = {"date", "commit", "versions", "machine", "threads", "limits", "workloads", "exports by depth", "targets", "seconds"}
+TOP = {
+    "date",
+    "commit",
+    "versions",
+    "machine",
+    "threads",
+    "limits",
+    "workloads",
+    "exports by depth",
+    "targets",
+    "seconds",
+}
 WORKLOAD = {"contenders", "decode", "prefill", "capacity", "bare products", "roofline", "exports", "seconds"}
 STATUSES = {"ran", "missing", "failed", "disagrees"}
 
@@ -74,5 +85,7 @@ def _result_faults(what: str, result: Mapping) -> Iterator[str]:
     if "not_timed" in result:
         if not result["not_timed"]:
             yield f"{what}: it is not timed and no reason is given"
-    elif not 0 < result.get("p10_ms", 0) <= result.get("median_ms", 0) <= result.get("p90_ms", 0) or not result.get("n"):
+    elif not 0 < result.get("p10_ms", 0) <= result.get("median_ms", 0) <= result.get("p90_ms", 0) or not result.get(
+        "n"
+    ):
         yield f"{what}: got {dict(result)}, expected 0 < p10 <= median <= p90 of at least one sample"

@@ -29,9 +29,18 @@ def contenders(workload: str, entries: Mapping[str, Mapping]) -> Table:
     table = _table(title, "contender", "same token", "KL", "error of rms", "open, s", "what")
     for name, entry in entries.items():
         agreement = entry.get("agreement")
-        numbers = [f"{agreement['top1']:.1%}", f"{agreement['kl']:.1e}", f"{agreement['error']:.1e}"] if agreement else [""] * 3
+        numbers = (
+            [f"{agreement['top1']:.1%}", f"{agreement['kl']:.1e}", f"{agreement['error']:.1e}"]
+            if agreement
+            else [""] * 3
+        )
         seconds = f"{entry['open_seconds']:.1f}" if "open_seconds" in entry else ""
-        table.add_row(name, *numbers, seconds, entry["version"] if entry["status"] == "ran" else f"{entry['status']}: {entry['reason']}")
+        table.add_row(
+            name,
+            *numbers,
+            seconds,
+            entry["version"] if entry["status"] == "ran" else f"{entry['status']}: {entry['reason']}",
+        )
     return table
 
 
@@ -55,12 +64,17 @@ def _time(result: Mapping, reasons: dict[str, str], name: str) -> str:
 
 
 def memory(workload: str, cases: Sequence[Mapping]) -> Table:
-    table = _table(f"{workload}: peak resident memory while decoding, GiB", "contender", *(case["name"] for case in cases))
+    table = _table(
+        f"{workload}: peak resident memory while decoding, GiB", "contender", *(case["name"] for case in cases)
+    )
     for name in dict.fromkeys(name for case in cases for name in case["results"]):
         peaks = [case["results"].get(name, {}).get("memory", {}).get("peak") for case in cases]
         table.add_row(name, *(f"{peak / GIB:.2f}" if peak else "" for peak in peaks))
     table.add_section()
-    table.add_row("weights and cache, float32", *(f"{(case['sizes']['weights_bytes'] + case['sizes']['cache_bytes']) / GIB:.2f}" for case in cases))
+    table.add_row(
+        "weights and cache, float32",
+        *(f"{(case['sizes']['weights_bytes'] + case['sizes']['cache_bytes']) / GIB:.2f}" for case in cases),
+    )
     return table
 
 
@@ -96,7 +110,11 @@ def roofline(workload: str, row: Mapping) -> Table:
 def exports(rows: Sequence[Mapping]) -> Table:
     table = _table("export by depth", "layers", "exporter", "seconds", "peak GiB")
     for row in rows:
-        figures = (f"{row['seconds']:.1f}", f"{row['peak_memory_bytes'] / GIB:.2f}") if "seconds" in row else (row["not_timed"], "")
+        figures = (
+            (f"{row['seconds']:.1f}", f"{row['peak_memory_bytes'] / GIB:.2f}")
+            if "seconds" in row
+            else (row["not_timed"], "")
+        )
         table.add_row(str(row["n_layers"]), row["exporter"], *figures)
     return table
 
@@ -105,7 +123,12 @@ def targets(rows: Sequence[Mapping]) -> Table:
     table = _table("targets: ratios, at most", "target", "wanted", "measured", "")
     for row in rows:
         measured = "" if row["measured"] is None else f"{row['measured']:.2f}"
-        table.add_row(row["name"], f"{row['wanted']:.2f}", measured, {True: "met", False: "MISSED", None: "not measured"}[row["met"]])
+        table.add_row(
+            row["name"],
+            f"{row['wanted']:.2f}",
+            measured,
+            {True: "met", False: "MISSED", None: "not measured"}[row["met"]],
+        )
     return table
 
 

@@ -34,14 +34,27 @@ def ours(checkpoint: Path, folder: Path, *extra: str) -> dict:
 def optimum(checkpoint: Path, folder: Path) -> dict:
     """Its transformers 4 looks for the RoPE base where checkpoints saved by transformers 5 no longer have it, and takes 10,000 instead."""
     rope = json.loads((checkpoint / "config.json").read_text()).get("rope_parameters", {})
-    restated = restate(checkpoint, folder.parent / "checkpoint", {key: rope[key] for key in ("rope_theta",) if key in rope})
+    restated = restate(
+        checkpoint, folder.parent / "checkpoint", {key: rope[key] for key in ("rope_theta",) if key in rope}
+    )
     return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(restated), str(folder)])
 
 
 def genai_builder(checkpoint: Path, folder: Path) -> dict:
     """The builder wants to read the architecture from config.json, which not every folder states."""
     restated = restate(checkpoint, folder.parent / "checkpoint", {"architectures": ["LlamaForCausalLM"]})
-    arguments = ["-i", str(restated), "-o", str(folder.absolute()), "-p", "fp32", "-e", "cpu", "-c", str(folder.parent / "cache")]
+    arguments = [
+        "-i",
+        str(restated),
+        "-o",
+        str(folder.absolute()),
+        "-p",
+        "fp32",
+        "-e",
+        "cpu",
+        "-c",
+        str(folder.parent / "cache"),
+    ]
     return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
 
 
@@ -90,10 +103,19 @@ def main() -> None:
                     continue
             runs.setdefault(exporter.__name__, []).append(figures)
             print(number, exporter.__name__, figures, flush=True)
-    medians = {name: {key: statistics.median(run[key] for run in of_one) for key in of_one[0]} for name, of_one in runs.items()}
-    ratios = {name: {key: round(values[key] / medians["ours"][key], 2) for key in values} for name, values in medians.items()}
+    medians = {
+        name: {key: statistics.median(run[key] for run in of_one) for key in of_one[0]} for name, of_one in runs.items()
+    }
+    ratios = {
+        name: {key: round(values[key] / medians["ours"][key], 2) for key in values} for name, values in medians.items()
+    }
     print(json.dumps({"ratios to ours": ratios, "missing": missing}, indent=1))
-    RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "medians": medians, "ratios": ratios, "missing": missing}, indent=1) + "\n")
+    RECORD.write_text(
+        json.dumps(
+            {**stamp(), "machine": machine(), "medians": medians, "ratios": ratios, "missing": missing}, indent=1
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -27,23 +27,35 @@ from engines.library.gpu import visible_gpus
 from engines.network.build_options import BuildOptions
 from engines.running.tensorrt_stepper import TensorRTStepper, open_tensorrt
 from exporter.bundle.bundle import Bundle
-from exporter.common import cli
+from exporter.common import terminal
 from exporter.common.errors import BackendError, CheckFailed, InputError
 from exporter.costs.ledger import Ledger
-from exporter.export import ExportRequest, export_bundle, reference_weights
+from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import Unit
 from exporter.spec.feeds import step_feeds
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
-from exporter.validation.comparison import compare, judge_by_control, record
+from exporter.validation.comparison import compare
+from exporter.validation.control import judge_by_control
+from exporter.validation.recording import record
 from exporter.validation.tolerances import tolerance
+from exporter.validation.validation_steppers import reference_weights
 
 FOLDER = Path("build/gpu-check")
 RECORD = Path("build/gpu-check.json")
-SMALL = ModelConfig(hidden_size=256, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=32, intermediate_size=512, vocab_size=997, context_length=128)
+SMALL = ModelConfig(
+    hidden_size=256,
+    n_layers=2,
+    n_heads=8,
+    n_kv_heads=2,
+    head_dim=32,
+    intermediate_size=512,
+    vocab_size=997,
+    context_length=128,
+)
 BATCHES, PAST_LENS, CAPACITY, PREFILL = (1, 8, 32), (1000, 8000), 8192, 512
 
 
@@ -75,7 +87,9 @@ def exported(name: str, config: ModelConfig, max_positions: int) -> Bundle:
     folder = FOLDER / name
     if not (folder / "manifest.json").is_file():
         unit = Unit.parse("model" if config is SMALL else "block", config)
-        export_bundle(ExportRequest(config, unit, RandomWeights(config, 0), "fp16", max_positions), folder, validated=False)
+        export_bundle(
+            ExportRequest(config, unit, RandomWeights(config, 0), "fp16", max_positions), folder, validated=False
+        )
     return Bundle.open(folder)
 
 
@@ -94,7 +108,9 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
         comparisons = judge_by_control(comparisons, reference, recorded(EagerStepper.from_bundle(bundle)))
     worst = max(comparisons, key=lambda c: c.max_error / c.allowed)
     if not all(c.passed for c in comparisons):
-        raise CheckFailed(f"{worst.scenario}: {worst.tensor} differs by {worst.max_error:.2e} of rms, {worst.allowed:.0e} allowed")
+        raise CheckFailed(
+            f"{worst.scenario}: {worst.tensor} differs by {worst.max_error:.2e} of rms, {worst.allowed:.0e} allowed"
+        )
     return f"{len(comparisons)} comparisons, worst {worst.max_error:.1e} of rms in {worst.scenario}, {worst.allowed:.0e} allowed"
 
 
@@ -115,7 +131,9 @@ class Engines:
 
     backend_name: str
 
-    def open(self, bundle: Bundle, cuda_graphs: bool = True, **limits: int) -> tuple[TensorRTStepper, EngineRecord, Cuda]:
+    def open(
+        self, bundle: Bundle, cuda_graphs: bool = True, **limits: int
+    ) -> tuple[TensorRTStepper, EngineRecord, Cuda]:
         built = build_bundle(bundle, choose_backend(self.backend_name), BuildRequest(**limits))
         cuda = RuntimeCuda()
         return open_tensorrt(bundle, built, cuda, cuda_graphs), built, cuda
@@ -150,7 +168,9 @@ class Engines:
         written = [array.any(axis=(0, 2)).nonzero()[0].tolist() for array in cache.read(1, 64)]
         untouched = all(not array.any() for row in (0, 2, 3) for array in cache.read(row, 64))
         if any(rows != [0, 1, 2] for rows in written) or not untouched:
-            raise CheckFailed(f"one step of 3 tokens into cache row 1 wrote {written[0]}, other rows untouched: {untouched}")
+            raise CheckFailed(
+                f"one step of 3 tokens into cache row 1 wrote {written[0]}, other rows untouched: {untouched}"
+            )
         return f"present is past: {len(written)} tensors written in place at rows 0–2 of one sequence, the others untouched"
 
     def refit(self) -> str:
@@ -205,7 +225,13 @@ def decode_figures(bundle: Bundle, stepper: Stepper, bandwidth: float) -> Iterat
             rows = 2 * config.n_kv_heads * config.head_dim * 2 * (past_len + 1) * batch
             moved = ledger.block_parameters * 2 + rows
             bytes_s = moved / median_ms * 1e3
-            yield {"batch": batch, "past_len": past_len, "median_ms": median_ms, "bytes_s": bytes_s, "of_copy_bandwidth": bytes_s / bandwidth}
+            yield {
+                "batch": batch,
+                "past_len": past_len,
+                "median_ms": median_ms,
+                "bytes_s": bytes_s,
+                "of_copy_bandwidth": bytes_s / bandwidth,
+            }
         cache.free()
 
 
@@ -213,9 +239,18 @@ def prefill_figure(bundle: Bundle, stepper: Stepper) -> dict:
     """Rate of one prefill of PREFILL tokens, from the block's matrix products alone."""
     config = bundle.manifest.config
     cache = stepper.new_cache(1, CAPACITY)
-    feeds = step_feeds("hidden_states", np.zeros((1, PREFILL, config.hidden_size), np.float16), np.zeros(1, np.int64), np.array([PREFILL]))
+    feeds = step_feeds(
+        "hidden_states",
+        np.zeros((1, PREFILL, config.hidden_size), np.float16),
+        np.zeros(1, np.int64),
+        np.array([PREFILL]),
+    )
     median_ms = median_time_ms(lambda: stepper.run(feeds, cache), 20)
-    return {"tokens": PREFILL, "median_ms": median_ms, "flops": 2 * Ledger.of(config).block_parameters * PREFILL / median_ms * 1e3}
+    return {
+        "tokens": PREFILL,
+        "median_ms": median_ms,
+        "flops": 2 * Ledger.of(config).block_parameters * PREFILL / median_ms * 1e3,
+    }
 
 
 def median_time_ms(step: Callable[[], object], repeats: int) -> float:
@@ -258,7 +293,10 @@ def torch_cuda() -> str:
 def main() -> int:
     """Runs every row, prints the table, writes the record."""
     suites = {name: Engines(name) for name in MODULES}
-    checks: dict[str, Callable[[], str]] = {"torch on CUDA": torch_cuda, "onnxruntime on CUDA: parity": onnxruntime_cuda}
+    checks: dict[str, Callable[[], str]] = {
+        "torch on CUDA": torch_cuda,
+        "onnxruntime on CUDA: parity": onnxruntime_cuda,
+    }
     for name, suite in suites.items():
         checks |= {
             f"{name}: parity": suite.parity,
@@ -268,14 +306,25 @@ def main() -> int:
             f"{name}: speed": suite.speed,
         }
     rows = [run_row(name, on_gpu(check)) for name, check in checks.items()]
-    table = Table("check", "result", "detail", title=", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible", title_justify="left")
+    table = Table(
+        "check",
+        "result",
+        "detail",
+        title=", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible",
+        title_justify="left",
+    )
     for row in rows:
         table.add_row(row.name, row.state, row.detail)
-    cli.stderr.print(table)
+    terminal.stderr.print(table)
     figures = {name: suite.figures for name, suite in suites.items() if hasattr(suite, "figures")}
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "rows": [asdict(row) for row in rows], "figures": figures}, indent=1) + "\n")
-    cli.say(f"record: {RECORD}")
+    RECORD.write_text(
+        json.dumps(
+            {**stamp(), "machine": machine(), "rows": [asdict(row) for row in rows], "figures": figures}, indent=1
+        )
+        + "\n"
+    )
+    terminal.say(f"record: {RECORD}")
     return int(any(row.state == "FAILED" for row in rows))
 
 
@@ -283,5 +332,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except InputError as error:
-        cli.say(f"error: {error}")
+        terminal.say(f"error: {error}")
         sys.exit(2)

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from benchmarks.machine.description import machine, stamp
 from benchmarks.machine.processes import measure
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 RECORD = Path(__file__).parents[1] / "records" / "checkpoints.json"
 FOLDER = Path("build/benchmark-checkpoint")
@@ -33,10 +34,16 @@ PARTS = {
     "attention.k_proj": "self_attn.k_proj", "attention.v_proj": "self_attn.v_proj", "attention.o_proj": "self_attn.o_proj",
     "mlp.gate_proj": "mlp.gate_proj", "mlp.up_proj": "mlp.up_proj", "mlp.down_proj": "mlp.down_proj",
 }  # fmt: skip
-MODEL_PARTS = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+MODEL_PARTS = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
 
 
-def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype = torch.bfloat16) -> int:
+def generate_checkpoint(
+    folder: Path, config: ModelConfig, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype = torch.bfloat16
+) -> int:
     """Writes a sharded Hugging Face folder of random weights, one shard in memory at a time; returns its tensor bytes."""
     folder.mkdir(parents=True)
     settings = {
@@ -53,7 +60,9 @@ def generate_checkpoint(folder: Path, config: ModelConfig, shard_bytes: int = SH
         save_file(shard, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
         total += sum(tensor.nbytes for tensor in shard.values())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     return total
 
 
@@ -109,7 +118,9 @@ def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, valid
     forget(checkpoint)
     seconds = copy_seconds(checkpoint, folder / "copy")
     forget(checkpoint)
-    export = measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--no-validate", "-o", str(bundle))
+    export = measure(
+        "exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--no-validate", "-o", str(bundle)
+    )
     figures = {
         "checkpoint_bytes": n_bytes,
         "copy_seconds": round(seconds, 2),
@@ -127,18 +138,37 @@ def run_in_parts(folder: Path, budget_gib: float) -> dict:
     """Exports the checkpoint in parts that fit a budget and compiles every one of them; needs no GPU."""
     checkpoint, bundle = folder / "checkpoint", folder / "parts"
     budget = ["--part-budget", str(budget_gib)]
-    export = measure("exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", *budget, "--no-validate", "-o", str(bundle))
+    export = measure(
+        "exporter",
+        "export",
+        "--checkpoint",
+        str(checkpoint),
+        "--unit",
+        "model",
+        *budget,
+        "--no-validate",
+        "-o",
+        str(bundle),
+    )
     build = measure("engines", "build", str(bundle), "--backend", "tensorrt-rtx", "--cache-capacity", "2048")
     parts = json.loads((bundle / "manifest.json").read_text())["parts"]
     engines = sum(path.stat().st_size for path in bundle.rglob("*.engine"))
     shutil.rmtree(bundle)
-    return {"budget_bytes": int(budget_gib * 2**30), "parts": parts, "export": export, "build": build, "engine_bytes": engines}
+    return {
+        "budget_bytes": int(budget_gib * 2**30),
+        "parts": parts,
+        "export": export,
+        "build": build,
+        "engine_bytes": engines,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.own.large_checkpoint")
     parser.add_argument("--layers", type=int, default=32, metavar="N", help="of Llama 3 8B's 32 (default all)")
-    parser.add_argument("--part-budget", type=float, default=14.0, metavar="GIB", help="for compiling one part (default 14)")
+    parser.add_argument(
+        "--part-budget", type=float, default=14.0, metavar="GIB", help="for compiling one part (default 14)"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next run")
     arguments = parser.parse_args()
     config = dataclasses.replace(CATALOGUE["llama3-8b"], n_layers=arguments.layers)

@@ -19,16 +19,27 @@ from engines.comparison.audit import audit
 from engines.comparison.compare import Comparer, CompareRequest
 from exporter.bundle.bundle import Bundle
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.export import ExportRequest, export_bundle, reference_weights
+from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights, WeightSource
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import COMPONENTS, DTYPES, Unit
+from exporter.spec.dtypes import DTYPES
+from exporter.spec.unit import COMPONENTS, Unit
 from exporter.validation.comparison import compare
 from exporter.validation.scenarios import RunLimits
 from exporter.validation.tolerances import MEASURED_FILE, Tolerance, operation_kind
+from exporter.validation.validation_steppers import reference_weights
 
 BACKENDS = ("eager", "onnxruntime", "interpreter")
-TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=128)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=101,
+    context_length=128,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,9 @@ def measure(case: Case, dtype: str, tables: dict) -> None:
         bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
         rounded = reference_weights(bundle)
         for seed in range(case.seeds):
-            comparer = Comparer(bundle, CompareRequest(BACKENDS, seed=seed), lambda line: None, rounded, RunLimits(), Path(scratch))
+            comparer = Comparer(
+                bundle, CompareRequest(BACKENDS, seed=seed), lambda line: None, rounded, RunLimits(), Path(scratch)
+            )
             recordings = {}
             for name in BACKENDS:
                 with comparer.open(name) as stepper:

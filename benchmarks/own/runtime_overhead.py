@@ -20,10 +20,19 @@ from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from runtime import DecodeSession
 
-TINY = ModelConfig(hidden_size=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=101, context_length=512)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=101,
+    context_length=512,
+)
 RECORD = Path(__file__).parents[1] / "records" / "serving.json"
 OVERHEAD_CAPACITY = 512
 OVERHEAD_STEPS = 4_000
@@ -50,10 +59,17 @@ def overhead(bundle: Bundle, batch: int, n_steps: int = OVERHEAD_STEPS) -> dict:
             for _ in range(OVERHEAD_CAPACITY):
                 step(inputs)
     if len(runs_ns) != len(steps_ns):
-        raise CheckFailed(f"overhead: {len(steps_ns)} steps took {len(runs_ns)} runs, expected one each; neighbours were not run together")
+        raise CheckFailed(
+            f"overhead: {len(steps_ns)} steps took {len(runs_ns)} runs, expected one each; neighbours were not run together"
+        )
     warm = slice(OVERHEAD_CAPACITY, None)
     steps_us, runs_us = np.array(steps_ns[warm]) / 1e3, np.array(runs_ns[warm]) / 1e3
-    return {"steps": len(steps_us), "overhead_us": spread(steps_us - runs_us), "run_us": spread(runs_us), "step_us": spread(steps_us)}
+    return {
+        "steps": len(steps_us),
+        "overhead_us": spread(steps_us - runs_us),
+        "run_us": spread(runs_us),
+        "step_us": spread(steps_us),
+    }
 
 
 def timed(call: Callable, durations_ns: list[int]) -> Callable:
@@ -79,7 +95,11 @@ def main() -> None:
         load_average = os.getloadavg()[0]
         costs = {f"batch {batch}": overhead(block, batch) for batch in (1, 8)}
     for name, figures in costs.items():
-        for part, values in (("overhead", figures["overhead_us"]), ("run", figures["run_us"]), ("step", figures["step_us"])):
+        for part, values in (
+            ("overhead", figures["overhead_us"]),
+            ("run", figures["run_us"]),
+            ("step", figures["step_us"]),
+        ):
             print(f"{name:8} {part:9} {values['median']:7.1f} µs  (p10 {values['p10']}, p90 {values['p90']})")
     record = {**stamp(), "machine": machine(), "load_average_before": load_average, "decode_step": costs}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

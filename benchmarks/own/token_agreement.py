@@ -20,9 +20,9 @@ from engines.comparison.agreement import Agreement, forced_logits, measure_agree
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle.tokenizer import encode, open_tokenizer
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.common import cli
+from exporter.common import terminal
 from exporter.export import ExportRequest, export_bundle
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 
 RECORD = Path(__file__).parents[1] / "records" / "agreement.json"
@@ -37,7 +37,9 @@ VARIANTS = (  # dtype, attention's dtype, backends
 STEPPERS = {"onnxruntime": OnnxruntimeStepper.from_bundle, "interpreter": InterpreterStepper.from_bundle}
 
 
-def transformers_greedy(checkpoint: Path, encoded: Sequence[Sequence[int]], n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def transformers_greedy(
+    checkpoint: Path, encoded: Sequence[Sequence[int]], n_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
     """transformers' greedy tokens [prompts, n_tokens] in float32, and the logits [prompts, n_tokens, V] they come from."""
     import torch
     import transformers
@@ -47,7 +49,9 @@ def transformers_greedy(checkpoint: Path, encoded: Sequence[Sequence[int]], n_to
     tokens, logits = [], []
     with torch.inference_mode():
         for ids in encoded:
-            whole = model.generate(torch.tensor([ids]), max_new_tokens=n_tokens, do_sample=False, eos_token_id=[], pad_token_id=0)
+            whole = model.generate(
+                torch.tensor([ids]), max_new_tokens=n_tokens, do_sample=False, eos_token_id=[], pad_token_id=0
+            )
             tokens.append(whole[0, len(ids) :].numpy())
             logits.append(model(whole[:, :-1]).logits[0, len(ids) - 1 :].numpy())
     return np.stack(tokens), np.stack(logits)
@@ -61,7 +65,12 @@ def measure(checkpoint: Path, n_tokens: int) -> list[dict]:
     for dtype, attention_dtype, backends in VARIANTS:
         with tempfile.TemporaryDirectory() as scratch:
             request = ExportRequest(
-                opened.config, unit, opened.weights, dtype, attention_dtype=attention_dtype, tokenizer_files=opened.tokenizer_files
+                opened.config,
+                unit,
+                opened.weights,
+                dtype,
+                attention_dtype=attention_dtype,
+                tokenizer_files=opened.tokenizer_files,
             )
             bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
             encoded = [encode(open_tokenizer(bundle), prompt) for prompt in prompts()]
@@ -71,13 +80,25 @@ def measure(checkpoint: Path, n_tokens: int) -> list[dict]:
                 stepper = STEPPERS[backend](bundle)
                 agreement = measure_agreement(logits, forced_logits(stepper, encoded, tokens, CAPACITY))
                 stepper.close()
-                rows.append({"dtype": dtype, "attention_dtype": attention_dtype, "backend": backend, **asdict(agreement)})
-                cli.say(f"{dtype}, attention {attention_dtype}, {backend}: {agreement}")
+                rows.append(
+                    {"dtype": dtype, "attention_dtype": attention_dtype, "backend": backend, **asdict(agreement)}
+                )
+                terminal.say(f"{dtype}, attention {attention_dtype}, {backend}: {agreement}")
     return rows
 
 
 def table(rows: Sequence[dict]) -> Table:
-    shown = Table("dtype", "attention", "backend", "top-1", "greedy tokens", "shortest", "KL, mean", "KL, largest", title_justify="left")
+    shown = Table(
+        "dtype",
+        "attention",
+        "backend",
+        "top-1",
+        "greedy tokens",
+        "shortest",
+        "KL, mean",
+        "KL, largest",
+        title_justify="left",
+    )
     shown.title = f"against transformers in float32, {rows[0]['n_prompts']} prompts, {rows[0]['n_tokens']} tokens each"
     for row in rows:
         agreement = Agreement(**{name: row[name] for name in Agreement.__dataclass_fields__})
@@ -94,7 +115,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="after each prompt (default 48)")
     arguments = parser.parse_args()
     rows = measure(arguments.checkpoint, arguments.tokens)
-    cli.stderr.print(table(rows))
+    terminal.stderr.print(table(rows))
     RECORD.write_text(json.dumps({**stamp(), "machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,14 +19,27 @@ SCRIPTS = Path(__file__).parent
 PACKAGES = {
     "genai": ["onnxruntime-genai==0.18.0", "onnxruntime==1.32.0"],
     "genai_builder": [
-        "onnxruntime-genai==0.18.0", "onnxruntime==1.32.0", "torch==2.13.0", "transformers==5.24.0", "onnx==1.23.2", "onnx-ir==1.1.0",
+        "onnxruntime-genai==0.18.0",
+        "onnxruntime==1.32.0",
+        "torch==2.13.0",
+        "transformers==5.24.0",
+        "onnx==1.23.2",
+        "onnx-ir==1.1.0",
     ],
-    "optimum": ["optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", "onnxruntime==1.32.0", "torch==2.13.0"],
+    "optimum": [
+        "optimum-onnx[onnxruntime]==0.1.0",
+        "optimum==2.1.0",
+        "transformers==4.57.6",
+        "onnxruntime==1.32.0",
+        "torch==2.13.0",
+    ],
     "llama_cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"],
 }
 # llama.cpp is compiled here, for this processor; it takes minutes.
 BUILD_SETTINGS = {
-    "llama_cpp": {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF"},
+    "llama_cpp": {
+        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF"
+    },
 }
 
 
@@ -49,7 +62,9 @@ def prepare(name: str) -> Path:
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[name]]
     installed = subprocess.run(command, capture_output=True, text=True, env=os.environ | BUILD_SETTINGS.get(name, {}))
     if installed.returncode:
-        raise PeerMissing(f"peer {name}: {' '.join(PACKAGES[name])} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}")
+        raise PeerMissing(
+            f"peer {name}: {' '.join(PACKAGES[name])} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}"
+        )
     ready.write_text(wanted)
     return python
 
@@ -62,7 +77,9 @@ def generate(name: str, arguments: Sequence[str], prompts: Sequence[Sequence[int
         RuntimeError: the script failed; the message has its stderr.
     """
     command = [str(prepare(name)), str(SCRIPTS / f"{name}_generate.py"), *arguments, str(n_tokens)]
-    run = subprocess.run(command, input=json.dumps([list(map(int, prompt)) for prompt in prompts]), capture_output=True, text=True)
+    run = subprocess.run(
+        command, input=json.dumps([list(map(int, prompt)) for prompt in prompts]), capture_output=True, text=True
+    )
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)}: {run.stderr[-2000:]}")
     return json.loads(run.stdout)

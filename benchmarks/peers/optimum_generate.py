@@ -17,11 +17,18 @@ def main() -> None:
     prompts = json.load(sys.stdin)
     config = AutoConfig.from_pretrained(checkpoint)
     session = onnxruntime.InferenceSession(f"{folder}/model.onnx", providers=["CPUExecutionProvider"])
-    model = ORTModelForCausalLM(config=config, session=session, use_io_binding=False, generation_config=GenerationConfig.from_model_config(config))
+    model = ORTModelForCausalLM(
+        config=config,
+        session=session,
+        use_io_binding=False,
+        generation_config=GenerationConfig.from_model_config(config),
+    )
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    tokens = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=n_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=n_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     json.dump(tokens[:, longest:].tolist(), sys.stdout)
 
 

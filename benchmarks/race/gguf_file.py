@@ -14,7 +14,8 @@ from benchmarks.machine.processes import measure_command
 from benchmarks.peers.environments import SCRIPTS, prepare
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 TYPES = {"F32": gguf.GGMLQuantizationType.F32, "F16": gguf.GGMLQuantizationType.F16}
 BLOCK_NAMES = {
@@ -37,7 +38,9 @@ def make(checkpoint: Path, file: Path, kind: str) -> dict:
         return {"seconds": round(time.perf_counter() - started, 2)}
     whole = file.with_suffix(".f32")
     convert(checkpoint, whole, "F32")
-    figures = measure_command([str(prepare("llama_cpp")), str(SCRIPTS / "llama_cpp_quantize.py"), str(whole), str(file), kind])
+    figures = measure_command(
+        [str(prepare("llama_cpp")), str(SCRIPTS / "llama_cpp_quantize.py"), str(whole), str(file), kind]
+    )
     whole.unlink()
     return figures
 

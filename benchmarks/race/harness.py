@@ -20,7 +20,10 @@ from benchmarks.race.lineup import FLOORS, Entry
 from benchmarks.race.models import last_line
 from engines.comparison.agreement import measure_agreement
 
-SLOW_TURN_MS, SLOW_LANE_MS = 2_000, 20_000  # a lane whose turn takes longer gets one timed step a turn; one that took longer in all,
+SLOW_TURN_MS, SLOW_LANE_MS = (
+    2_000,
+    20_000,
+)  # a lane whose turn takes longer gets one timed step a turn; one that took longer in all,
 ENOUGH_SAMPLES = 5  # and has this many samples, is done
 WARM_STEPS = 1  # before the timed ones of every turn: the caches are full of another contender's weights
 
@@ -44,7 +47,13 @@ class Process:
         command = [str(python), "-m", "benchmarks.contenders.worker", entry.module, options]
         with open(log, "w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
             )
         try:
             self.opened = self._answer()
@@ -68,7 +77,9 @@ class Process:
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            raise ContenderFailed(f"its process ended with {self._process.wait()}: {last_line(self._log.read_text(encoding='utf-8'))}")
+            raise ContenderFailed(
+                f"its process ended with {self._process.wait()}: {last_line(self._log.read_text(encoding='utf-8'))}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise ContenderFailed(last_line(answer["error"]))
@@ -103,7 +114,12 @@ class Verdict:
 def judge(entry: Entry, reference: np.ndarray, candidate: np.ndarray) -> Verdict:
     """Holds logits [positions, V] against the floor of the entry's weights."""
     if reference.shape != candidate.shape or not np.isfinite(candidate).all():
-        return Verdict(0.0, float("inf"), float("inf"), f"outputs: got {candidate.shape} with inf or NaN, expected {reference.shape} and finite")
+        return Verdict(
+            0.0,
+            float("inf"),
+            float("inf"),
+            f"outputs: got {candidate.shape} with inf or NaN, expected {reference.shape} and finite",
+        )
     floor = FLOORS[entry.weights]
     agreement = measure_agreement(reference[None], candidate[None])
     error = float(np.abs(candidate - reference).max() / np.sqrt(np.mean(reference.astype(np.float64) ** 2)))
@@ -160,7 +176,10 @@ def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[s
             n_warm = WARM_STEPS if steps is not None else int(number == 0)  # a first prefill is the warm-up of its lane
             warm[lane.label] += times[:n_warm]
             samples[lane.label] += times[n_warm:]
-    return {label: failed.get(label) or spread(times) | {"warm_up_ms": round(float(np.median(warm[label])), 3)} for label, times in samples.items()}
+    return {
+        label: failed.get(label) or spread(times) | {"warm_up_ms": round(float(np.median(warm[label])), 3)}
+        for label, times in samples.items()
+    }
 
 
 def spread(milliseconds: Sequence[float]) -> dict[str, float]:

@@ -70,7 +70,9 @@ FLOORS = {
     "Q4_1": Floor(top1=0.65, kl=0.3),
     "int8": Floor(top1=0.9, kl=2e-2),
     "uint8": Floor(top1=0.95, kl=5e-3),
-    "int4": Floor(top1=0.6, kl=0.5),  # 0.73 and 0.33 were measured over 768 tokens: the checkpoint itself was rounded to 4 bits before
+    "int4": Floor(
+        top1=0.6, kl=0.5
+    ),  # 0.73 and 0.33 were measured over 768 tokens: the checkpoint itself was rounded to 4 bits before
     "uint4": Floor(top1=0.65, kl=0.3),
     "tensorrt": Floor(top1=0.95, kl=5e-3),
 }

@@ -77,7 +77,9 @@ class Models:
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.iterdir())
         peer = {"genai": "genai_builder", "gguf": "llama_cpp"}.get(name, name)
         recipes = [Path(module.__file__).read_text(encoding="utf-8") for module in (exporters, gguf_file)]
-        return hashlib.sha256(json.dumps([PACKAGES.get(peer), BUILD_SETTINGS.get(peer), recipes, files]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([PACKAGES.get(peer), BUILD_SETTINGS.get(peer), recipes, files]).encode()
+        ).hexdigest()
 
 
 def _bundle(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
@@ -88,7 +90,9 @@ def _bundle(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
 
 def _engine(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
     _bundle(models, file, arguments)
-    return measure("engines", "build", str(file), "--backend", "tensorrt", "--max-seq-len", "1024", "--cache-capacity", "2048")
+    return measure(
+        "engines", "build", str(file), "--backend", "tensorrt", "--max-seq-len", "1024", "--cache-capacity", "2048"
+    )
 
 
 MAKERS: dict[str, Maker] = {

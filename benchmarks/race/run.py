@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.machine.limits import Limits, against_the_limit
+from benchmarks.machine.machine_limits import Limits, against_the_limit
 from benchmarks.machine.step_profile import component_times
 from benchmarks.peers.environments import PeerMissing
 from benchmarks.race.harness import WARM_STEPS, ContenderFailed, Lane, Process, judge, race
@@ -27,7 +27,9 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
 from exporter.spec.catalogue import ModelConfig
 
-CAN_FILL_REASON = f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens would have to be computed"
+CAN_FILL_REASON = (
+    f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens would have to be computed"
+)
 SAMPLE_SEED = 0
 
 
@@ -61,7 +63,11 @@ class Run:
         """Everything about one workload, as the record holds it."""
         started = time.perf_counter()
         name = workload.name.replace(" ", "-").lower()
-        checkpoint = self.real if workload.config is None else random_checkpoint(self.folder / "checkpoints" / name, workload.config, self._tokenizer)
+        checkpoint = (
+            self.real
+            if workload.config is None
+            else random_checkpoint(self.folder / "checkpoints" / name, workload.config, self._tokenizer)
+        )
         models = Models(checkpoint, self.folder / "models" / name)
         with contextlib.ExitStack() as stack:
             course = Course(self, workload, models, stack)
@@ -93,7 +99,9 @@ class Run:
             if "median_ms" not in ours:
                 continue
             components = component_times(bundle, case.batch, case.past_len, case.capacity, self.threads)
-            limit = against_the_limit(bundle.manifest.config, bundle.manifest.unit, case.batch, 1, case.past_len, self.limits, components)
+            limit = against_the_limit(
+                bundle.manifest.config, bundle.manifest.unit, case.batch, 1, case.past_len, self.limits, components
+            )
             rows.append({"case": case.name, "step_ms": ours["median_ms"], **limit})
         return rows
 
@@ -134,7 +142,9 @@ class Course:
             self.live[entry.name] = process
             self.contenders[entry.name] = {"status": "ran", "weights": entry.weights, **process.opened}
         if not {REFERENCE, OURS} <= set(self.live):
-            raise ContenderFailed(f"{self.workload.name}: neither the reference nor ours may be missing: {self.contenders}")
+            raise ContenderFailed(
+                f"{self.workload.name}: neither the reference nor ours may be missing: {self.contenders}"
+            )
 
     def _out(self, name: str, status: str, reason: str) -> None:
         self.contenders[name] = self.contenders.get(name, {}) | {"status": status, "reason": reason}
@@ -156,7 +166,11 @@ class Course:
                 self._out(name, "failed", str(reason))
                 continue
             with np.load(path) as saved:
-                verdict = judge(process.entry, reference.reshape(-1, reference.shape[-1]), saved["logits"].reshape(-1, reference.shape[-1]))
+                verdict = judge(
+                    process.entry,
+                    reference.reshape(-1, reference.shape[-1]),
+                    saved["logits"].reshape(-1, reference.shape[-1]),
+                )
             self.contenders[name] |= {"agreement": asdict(verdict)}
             if verdict.complaint:
                 self._out(name, "disagrees", verdict.complaint)
@@ -165,7 +179,9 @@ class Course:
         if self.workload.config is None:
             tokenizer = Tokenizer.from_file(str(self.models.checkpoint / "tokenizer.json"))
             return [tokenizer.encode(prompt).ids for prompt in real_prompts()[: self.workload.prompts]]
-        return np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (self.workload.prompts, 12)).tolist()
+        return (
+            np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (self.workload.prompts, 12)).tolist()
+        )
 
     # --- timing --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +199,10 @@ class Course:
                 results[name]["memory"] = process.ask("memory")
                 process.ask("drop", key=case.name)
         ledger = Ledger.of(self.config)
-        sizes = {"weights_bytes": ledger.model_parameters * 4, "cache_bytes": ledger.cache_bytes_per_token("fp32") * case.batch * case.capacity}
+        sizes = {
+            "weights_bytes": ledger.model_parameters * 4,
+            "cache_bytes": ledger.cache_bytes_per_token("fp32") * case.batch * case.capacity,
+        }
         return {"case": asdict(case), "name": case.name, "sizes": sizes, "results": results}
 
     def _say_who(self, started: dict[str, Process]) -> None:
@@ -204,14 +223,24 @@ class Course:
                 results[name] = {"not_timed": CAN_FILL_REASON}
                 continue
             try:
-                process.ask("start", key=case.name, capacity=case.capacity, tokens=tokens, past_len=case.past_len, to=to, past=past)
+                process.ask(
+                    "start",
+                    key=case.name,
+                    capacity=case.capacity,
+                    tokens=tokens,
+                    past_len=case.past_len,
+                    to=to,
+                    past=past,
+                )
             except ContenderFailed as reason:
                 results[name] = {"not_timed": str(reason)}
                 continue
             logits = np.load(to)
             reference = logits if reference is None else reference  # the reference stands first in the line-up
             verdict = judge(process.entry, reference, logits)
-            if verdict.complaint and process.entry.weights == "fp32":  # a few positions say nothing of floors of agreement
+            if (
+                verdict.complaint and process.entry.weights == "fp32"
+            ):  # a few positions say nothing of floors of agreement
                 results[name] = {"not_timed": f"disagrees: {verdict.complaint}"}
                 process.ask("drop", key=case.name)
                 continue
@@ -245,8 +274,15 @@ class Course:
         self.run.say(f"{self.workload.name}: prefill {length:,}")
         tokens = self.run.scratch / "prompt.npy"
         np.save(tokens, np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (1, length)))
-        lanes = [Lane(name, process, "prefill", {"capacity": length + 1, "tokens": tokens}) for name, process in self.live.items()]
-        return {"name": f"prefill {length:,}", "length": length, "results": race(lanes, self.workload.prefill_rounds, None, self.run.say)}
+        lanes = [
+            Lane(name, process, "prefill", {"capacity": length + 1, "tokens": tokens})
+            for name, process in self.live.items()
+        ]
+        return {
+            "name": f"prefill {length:,}",
+            "length": length,
+            "results": race(lanes, self.workload.prefill_rounds, None, self.run.say),
+        }
 
     def capacities(self) -> list[dict]:
         """Our step at one length over caches of several capacities, in one process."""
@@ -257,7 +293,15 @@ class Course:
         for capacity in self.workload.capacities:
             case = Decode(self.workload.sweep_len, 1, capacity)
             key, to = f"C={capacity:,}", self.run.scratch / "first-step.npy"
-            process.ask("start", key=key, capacity=capacity, tokens=self._tokens(case), past_len=case.past_len, to=to, past=self._past(case))
+            process.ask(
+                "start",
+                key=key,
+                capacity=capacity,
+                tokens=self._tokens(case),
+                past_len=case.past_len,
+                to=to,
+                past=self._past(case),
+            )
             lanes.append(Lane(key, process, "steps", {"key": key}))
         results = race(lanes, self.workload.rounds, self.workload.steps, self.run.say)
         for lane in lanes:
@@ -269,9 +313,18 @@ class Course:
         self.run.say(f"{self.workload.name}: our step and its bare matrix products")
         process, to = self.live[OURS], self.run.scratch / "first-step.npy"
         process.ask(
-            "start", key="bare", capacity=case.capacity, tokens=self._tokens(case), past_len=case.past_len, to=to, past=self._past(case)
+            "start",
+            key="bare",
+            capacity=case.capacity,
+            tokens=self._tokens(case),
+            past_len=case.past_len,
+            to=to,
+            past=self._past(case),
         )
-        lanes = [Lane("step", process, "steps", {"key": "bare"}), Lane("products", process, "bare_steps", {"key": "bare"})]
+        lanes = [
+            Lane("step", process, "steps", {"key": "bare"}),
+            Lane("products", process, "bare_steps", {"key": "bare"}),
+        ]
         results = race(lanes, self.workload.rounds, self.workload.steps, self.run.say)
         process.ask("drop", key="bare")
         return {"case": case.name, **results}

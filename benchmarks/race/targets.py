@@ -27,7 +27,12 @@ class Target:
 def _faster(what: str, case: str, wanted: dict[str, float], contender: str = OURS) -> tuple[Target, ...]:
     """We want to be so many times as fast as each of these."""
     return tuple(
-        Target(f"{what}: {contender} against {peer}, {times} × as fast", f"{case} / {contender}", f"{case} / {peer}", 1 / times)
+        Target(
+            f"{what}: {contender} against {peer}, {times} × as fast",
+            f"{case} / {contender}",
+            f"{case} / {peer}",
+            1 / times,
+        )
         for peer, times in wanted.items()
     )
 
@@ -39,9 +44,16 @@ TARGETS = (
     *_faster("SmolLM2, a token at 1,000", DECODE, {OURS: 1.8}, INT8),
     *_faster("SmolLM2, a token at 1,000", DECODE, {OURS: 2.3, PEER_INT4: 1.1}, INT4),
     Target("SmolLM2: tokens that int8 chooses otherwise, 2 % at most", f"{REAL} / {INT8} / differing", WHOLE, 0.02),
-    Target("8B block: a step against its bare matrix products", f"{BLOCK} / bare step", f"{BLOCK} / bare products", 1.1),
+    Target(
+        "8B block: a step against its bare matrix products", f"{BLOCK} / bare step", f"{BLOCK} / bare products", 1.1
+    ),
     Target("8B block: capacity 32,768 against 1,024, same length", f"{BLOCK} / C=32,768", f"{BLOCK} / C=1,024", 1.05),
-    Target("SmolLM2: peak memory against weights and cache × 1.3 + 200 MB", f"{DECODE} / {OURS} / peak bytes", f"{DECODE} / {ROOM}", 1.0),
+    Target(
+        "SmolLM2: peak memory against weights and cache × 1.3 + 200 MB",
+        f"{DECODE} / {OURS} / peak bytes",
+        f"{DECODE} / {ROOM}",
+        1.0,
+    ),
     Target("SmolLM2: seconds to open a session", f"{REAL} / {OURS} / open seconds", SECOND, 1.5),
 )
 
@@ -82,7 +94,14 @@ def measured_targets(record: Mapping) -> list[dict]:
     for target in TARGETS:
         parts = known.get(target.numerator), known.get(target.denominator)
         ratio = None if parts[0] is None or not parts[1] else parts[0] / parts[1]
-        rows.append({"name": target.name, "wanted": target.wanted, "measured": ratio, "met": None if ratio is None else ratio <= target.wanted})
+        rows.append(
+            {
+                "name": target.name,
+                "wanted": target.wanted,
+                "measured": ratio,
+                "met": None if ratio is None else ratio <= target.wanted,
+            }
+        )
     return rows
 
 

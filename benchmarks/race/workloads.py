@@ -76,7 +76,16 @@ class Plan:
 
 # A block by itself is no model, and most contenders run models: so it gets an embedding and a head of 256 rows, 0.9 % of its weights.
 BLOCK_8B = dataclasses.replace(CATALOGUE["llama3-8b"], n_layers=1, vocab_size=256, context_length=32_768)
-TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=256, context_length=512)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=256,
+    context_length=512,
+)
 REAL = "SmolLM2-135M"
 BLOCK = "Llama 3 8B block"
 
@@ -86,7 +95,11 @@ FULL = Plan(
         Workload(
             BLOCK,
             BLOCK_8B,
-            tuple(Decode(past_len, batch, 8192 if past_len > 1000 else 2048) for batch in (1, 8) for past_len in (16, 1000, 8000)),
+            tuple(
+                Decode(past_len, batch, 8192 if past_len > 1000 else 2048)
+                for batch in (1, 8)
+                for past_len in (16, 1000, 8000)
+            ),
             capacities=(1024, 2048, 4096, 8192, 16_384, 32_768),
             filled=True,
             tokens=8,
@@ -100,7 +113,17 @@ FULL = Plan(
 )
 QUICK = Plan(
     workloads=(
-        Workload("tiny", TINY, (Decode(16, 1, 256),), prefills=(32,), rounds=2, steps=2, prefill_rounds=2, prompts=2, tokens=8),
+        Workload(
+            "tiny",
+            TINY,
+            (Decode(16, 1, 256),),
+            prefills=(32,),
+            rounds=2,
+            steps=2,
+            prefill_rounds=2,
+            prompts=2,
+            tokens=8,
+        ),
         Workload(
             "tiny block",
             dataclasses.replace(TINY, n_layers=1),
@@ -120,4 +143,6 @@ QUICK = Plan(
     record="build/bench/quick.json",
     figures="build/bench/figures",
 )
-COMPUTED_PAST = 8000  # cached tokens, of all sequences together, that a contender is asked to compute where it cannot be filled
+COMPUTED_PAST = (
+    8000  # cached tokens, of all sequences together, that a contender is asked to compute where it cannot be filled
+)

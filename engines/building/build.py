@@ -20,7 +20,14 @@ from engines.library.gpu import visible_gpus
 from engines.network.build_options import BuildOptions, apply_options, check_options
 from engines.network.network_checks import check_network, check_weight_format
 from engines.network.parsed import ParsedNetwork, parse_network
-from engines.network.profiles import DEFAULT_MAX_BATCH, DEFAULT_MAX_SEQ_LEN, Profile, check_capacity, default_profiles, explicit_profiles
+from engines.network.profiles import (
+    DEFAULT_MAX_BATCH,
+    DEFAULT_MAX_SEQ_LEN,
+    Profile,
+    check_capacity,
+    default_profiles,
+    explicit_profiles,
+)
 from engines.network.source import check_attention_nodes, check_cache_axes, input_axes, load_source
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, check_in_place, sha256_of
 from exporter.bundle.engine_records import EngineRecord, read_records
@@ -28,9 +35,11 @@ from exporter.bundle.manifest import GRAPH_FILE, Manifest
 from exporter.common.errors import CheckFailed, InputError
 from exporter.common.memory import peak_memory_bytes
 from exporter.graph.fixed_capacity import fix_capacity
+from exporter.placing.files import check_writable, put_file_in_place
 from exporter.placing.output_checks import check_space
-from exporter.placing.placing import check_writable, put_file_in_place, temporary_file
-from exporter.spec.contract import CAPACITY, DEFAULT_CACHE_CAPACITY, check_cache_capacity
+from exporter.placing.temporaries import temporary_file
+from exporter.spec.limits import DEFAULT_CACHE_CAPACITY, check_cache_capacity
+from exporter.spec.tensors import CAPACITY
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +96,9 @@ def prepare_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> P
     check_in_place(bundle)
     check_weight_format(manifest)
     if manifest.parts:
-        raise InputError(f"bundle {bundle.folder}: it lies in {len(manifest.parts)} parts, expected one graph; prepare each of its parts")
+        raise InputError(
+            f"bundle {bundle.folder}: it lies in {len(manifest.parts)} parts, expected one graph; prepare each of its parts"
+        )
     capacity = None
     if manifest.unit.has_cache:
         capacity = check_cache_capacity(request.cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
@@ -107,7 +118,9 @@ def prepare_onnx(path: Path, backend: Backend, request: BuildRequest) -> Prepare
     return _prepare(path, backend, request, capacity, None)
 
 
-def _prepare(path: Path, backend: Backend, request: BuildRequest, capacity: int | None, manifest: Manifest | None) -> Prepared:
+def _prepare(
+    path: Path, backend: Backend, request: BuildRequest, capacity: int | None, manifest: Manifest | None
+) -> Prepared:
     check_options(request.options, backend, visible_gpus())
     if request.options.timing_cache is not None:
         check_writable(request.options.timing_cache)
@@ -125,10 +138,16 @@ def _prepare(path: Path, backend: Backend, request: BuildRequest, capacity: int 
 def _profiles(axes: dict, request: BuildRequest, capacity: int | None) -> list[Profile]:
     if request.min_shapes or request.opt_shapes or request.max_shapes:
         if request.max_batch is not None or request.max_seq_len is not None:
-            raise InputError("profiles: got --max-batch or --max-seq-len beside explicit shapes, expected one or the other")
+            raise InputError(
+                "profiles: got --max-batch or --max-seq-len beside explicit shapes, expected one or the other"
+            )
         profiles = explicit_profiles(axes, request.min_shapes, request.opt_shapes, request.max_shapes)
     else:
-        max_seq_len = min(DEFAULT_MAX_SEQ_LEN, capacity or DEFAULT_MAX_SEQ_LEN) if request.max_seq_len is None else request.max_seq_len
+        max_seq_len = (
+            min(DEFAULT_MAX_SEQ_LEN, capacity or DEFAULT_MAX_SEQ_LEN)
+            if request.max_seq_len is None
+            else request.max_seq_len
+        )
         max_batch = DEFAULT_MAX_BATCH if request.max_batch is None else request.max_batch
         profiles = default_profiles(axes, max_batch, max_seq_len, capacity)
     if capacity is not None:
@@ -136,7 +155,9 @@ def _profiles(axes: dict, request: BuildRequest, capacity: int | None) -> list[P
     return profiles
 
 
-def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:
+def build_bundle(
+    bundle: Bundle, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None
+) -> EngineRecord:
     """Builds a bundle's engine beside its graph and records it; also leaves `model.c<capacity>.onnx` for other tools.
 
     Raises:
@@ -149,7 +170,16 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: C
     capacity = prepared.cache_capacity
     stem = "model" if capacity is None else f"model.c{capacity}"
     graph_file = GRAPH_FILE if capacity is None else f"{stem}.onnx"
-    return _build(prepared, bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, request.options, say, bundle)
+    return _build(
+        prepared,
+        bundle.folder,
+        f"{stem}.{backend.name}.engine",
+        graph_file,
+        bundle.lineage,
+        request.options,
+        say,
+        bundle,
+    )
 
 
 def build_parts(
@@ -169,14 +199,18 @@ def build_parts(
     return records
 
 
-def build_onnx(path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None) -> EngineRecord:
+def build_onnx(
+    path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Callable[[str], None] = lambda line: None
+) -> EngineRecord:
     """Builds an engine of any ONNX file into a folder of its own; raises as `build_bundle`."""
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output {folder}: it is a file, expected a folder; choose another -o")
     if folder.is_dir():
         check_writable(folder / ENGINES_FILE, own=True)
     prepared = prepare_onnx(path, backend, request)
-    data = {entry.value for t in prepared.model.graph.initializer for entry in t.external_data if entry.key == "location"}
+    data = {
+        entry.value for t in prepared.model.graph.initializer for entry in t.external_data if entry.key == "location"
+    }
     lineage = {name: sha256_of(path.parent / name) for name in sorted({path.name, *data})}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,9 +258,17 @@ def _build(
             build_seconds=round(time.perf_counter() - started, 3),
             peak_memory_bytes=peak_memory_bytes(),
         )
-        graph = prepared.model.SerializeToString(deterministic=True) if graph_file and graph_file != GRAPH_FILE else None
+        graph = (
+            prepared.model.SerializeToString(deterministic=True) if graph_file and graph_file != GRAPH_FILE else None
+        )
         publish(folder, temporary, record, bundle, graph)
-    log.info("%s: %.1f MiB in %.2f s, %d profiles", folder / name, record.size_bytes / 2**20, record.build_seconds, len(record.profiles))
+    log.info(
+        "%s: %.1f MiB in %.2f s, %d profiles",
+        folder / name,
+        record.size_bytes / 2**20,
+        record.build_seconds,
+        len(record.profiles),
+    )
     return record
 
 
@@ -240,7 +282,9 @@ def _portability(backend: Backend, options: BuildOptions) -> tuple[str | None, s
     return here.compute_capability, f"compute capability {here.compute_capability}, built on {here.name}"
 
 
-def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOptions, say: Callable[[str], None]) -> Any:
+def _configure(
+    parsed: ParsedNetwork, profiles: list[Profile], options: BuildOptions, say: Callable[[str], None]
+) -> Any:
     trt = parsed.backend.trt
     config = parsed.builder.create_builder_config()
     apply_options(options, trt, config)
@@ -252,9 +296,13 @@ def _configure(parsed: ParsedNetwork, profiles: list[Profile], options: BuildOpt
             try:
                 optimization.set_shape(name, r.min, r.opt, r.max)
             except RuntimeError as error:
-                raise CheckFailed(f"profile {profile.name}: {parsed.backend} refuses the shapes of {name}: {error}") from None
+                raise CheckFailed(
+                    f"profile {profile.name}: {parsed.backend} refuses the shapes of {name}: {error}"
+                ) from None
         if config.add_optimization_profile(optimization) < 0:
-            raise CheckFailed(f"profile {profile.name}: {parsed.backend} refuses it: {' '.join(parsed.logger.errors[-1:])}")
+            raise CheckFailed(
+                f"profile {profile.name}: {parsed.backend} refuses it: {' '.join(parsed.logger.errors[-1:])}"
+            )
     return config
 
 
@@ -294,7 +342,9 @@ def _serialize(parsed: ParsedNetwork, config: Any, path: Path) -> tuple[str, int
             view = memoryview(data).cast("B")
             try:
                 file.write(view)
-            except OSError as error:  # must not reach TensorRT, which would die of it; fewer bytes than asked for stop it
+            except (
+                OSError
+            ) as error:  # must not reach TensorRT, which would die of it; fewer bytes than asked for stop it
                 self.error = error
                 return 0
             self.digest.update(view)

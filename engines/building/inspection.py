@@ -7,17 +7,17 @@ from math import prod
 from typing import Any
 
 from engines.building.build import BuildRequest, Prepared, prepare_bundle
-from engines.building.publishing import check_engine, check_lineage, check_runnable
 from engines.library.backend import Backend
 from engines.library.gpu import visible_gpus
-from engines.network.parsed import create_logger
+from engines.library.tensorrt_logger import create_logger
+from engines.library.usable_engines import check_engine, check_lineage, check_runnable
 from engines.network.profiles import Profile
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord, read_records
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import BundleError
 from exporter.costs.ledger import Ledger
-from exporter.spec.contract import DTYPES
+from exporter.spec.dtypes import DTYPES
 
 
 def inspect_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> dict:
@@ -67,7 +67,13 @@ def _io(prepared: Prepared) -> list[dict]:
     aliases = pairs | {present: past for past, present in pairs.items()}
     sides = (("input", prepared.parsed.inputs), ("output", prepared.parsed.outputs))
     return [
-        {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "mode": mode, "alias": aliases.get(tensor.name)}
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "mode": mode,
+            "alias": aliases.get(tensor.name),
+        }
         for mode, tensors in sides
         for tensor in tensors
     ]
@@ -104,5 +110,12 @@ def _deserialized(bundle: Bundle, record: EngineRecord, backend: Backend) -> dic
     engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
     if engine is None:
         return {"usable": f"engine {record.file}: it does not load: {' '.join(logger.errors[-1:])}"}
-    aliases = {name: engine.get_aliased_input_tensor(name) for name in map(engine.get_tensor_name, range(engine.num_io_tensors))}
-    return {"num_layers": engine.num_layers, "device_memory_bytes": engine.device_memory_size_v2, "aliases": {k: v for k, v in aliases.items() if v}}
+    aliases = {
+        name: engine.get_aliased_input_tensor(name)
+        for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
+    }
+    return {
+        "num_layers": engine.num_layers,
+        "device_memory_bytes": engine.device_memory_size_v2,
+        "aliases": {k: v for k, v in aliases.items() if v},
+    }

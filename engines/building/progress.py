@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from exporter.common import cli
+from exporter.common import signals, terminal
 
 
 class BuildProgress:
@@ -23,7 +23,7 @@ class BuildProgress:
         self.interrupted: int | None = None
         self._bars = Progress(
             TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-            console=cli.stderr, disable=not cli.stderr.is_terminal, transient=True,
+            console=terminal.stderr, disable=not terminal.stderr.is_terminal, transient=True,
         )  # fmt: skip
         self.monitor = _monitor(trt, self)
         self._tasks: dict[str, Any] = {}
@@ -44,19 +44,21 @@ class BuildProgress:
     def __enter__(self) -> BuildProgress:
         self._bars.start()
         self._signals = contextlib.ExitStack()
-        self._signals.enter_context(cli.on_signal(self._interrupt))
+        self._signals.enter_context(signals.on_signal(self._interrupt))
         return self
 
     def _interrupt(self, number: int) -> None:
         self.interrupted = number
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._signals.close()
         self._bars.stop()
 
     def raise_if_interrupted(self) -> None:
         if self.interrupted is not None:
-            raise cli.Stopped(self.interrupted)
+            raise signals.Stopped(self.interrupted)
 
 
 def _monitor(trt: Any, progress: BuildProgress) -> Any:

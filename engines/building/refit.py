@@ -6,16 +6,18 @@ import logging
 import time
 from dataclasses import replace
 
-from engines.building.publishing import check_engine, check_runnable, publish
+from engines.building.publishing import publish
 from engines.library.backend import Backend
 from engines.library.gpu import visible_gpus
-from engines.network.parsed import create_logger
+from engines.library.tensorrt_logger import create_logger
+from engines.library.usable_engines import check_engine, check_runnable
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.engine_records import EngineRecord
 from exporter.bundle.manifest import GRAPH_FILE
 from exporter.common.errors import BundleError, CheckFailed
 from exporter.common.timing import timed
-from exporter.placing.placing import check_writable, temporary_file
+from exporter.placing.files import check_writable
+from exporter.placing.temporaries import temporary_file
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,9 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
         raise BundleError(f"engine {record.file}: it was not built for it; build again with --refit or --strip-plan")
     check_engine(bundle.folder, record)
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
-        raise BundleError(f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again")
+        raise BundleError(
+            f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again"
+        )
     check_runnable(record, backend.name, backend.version, visible_gpus())
     check_writable(bundle.folder / ENGINES_FILE, own=True)
     started = time.perf_counter()
@@ -61,7 +65,10 @@ def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryv
     if engine is None:
         raise CheckFailed(f"engine {record.file}: it does not load: {' '.join(logger.errors[-1:])}")
     refitter = trt.Refitter(engine, logger)
-    if not trt.OnnxParserRefitter(refitter, logger).refit_from_file(str(bundle.folder / record.graph_file)) or not refitter.refit_cuda_engine():
+    if (
+        not trt.OnnxParserRefitter(refitter, logger).refit_from_file(str(bundle.folder / record.graph_file))
+        or not refitter.refit_cuda_engine()
+    ):
         raise CheckFailed(f"engine {record.file}: {backend} could not refit it: {' '.join(logger.errors[-1:])}")
     config = engine.create_serialization_config()
     config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)

@@ -72,7 +72,9 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def greedy_logits(stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def greedy_logits(
+    stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Continues prompts greedily, all in one batch; end tokens do not end it.
 
     Returns:

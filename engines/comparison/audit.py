@@ -22,7 +22,9 @@ from torch import Tensor
 from engines.comparison.observers import SCORES, Observer, StepperObserver, Values
 from exporter.model.weights import WeightSource
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Contract, Unit, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import Contract
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper, feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache
 from exporter.validation.scenarios import Scenario
@@ -100,7 +102,9 @@ class BackendAudit:
     def contributors(self) -> list[OperationError]:
         """Operations by their share of the last step's error, largest first."""
         last = self.operations[-1].step
-        ranked = [operation for operation in self.operations if operation.step == last and not math.isnan(operation.share)]
+        ranked = [
+            operation for operation in self.operations if operation.step == last and not math.isnan(operation.share)
+        ]
         return sorted(ranked, key=lambda operation: -abs(operation.share))
 
     def explain(self) -> list[str]:
@@ -114,7 +118,9 @@ class BackendAudit:
                 f"{operation.name}: overflow from step {operation.step} on: it reaches {operation.largest:,.0f}, half precision ends at "
                 f"{LARGEST_HALF:,.0f}; {_range_advice(operation.name)}"
             )
-        for operation in _worst_by_name(operation for operation in self.operations if operation.flushed > UNDERFLOW_SHARE):
+        for operation in _worst_by_name(
+            operation for operation in self.operations if operation.flushed > UNDERFLOW_SHARE
+        ):
             lines.append(
                 f"{operation.name}: underflow: {operation.flushed:.0%} of its values become zero in half precision; {_range_advice(operation.name)}"
             )
@@ -133,7 +139,11 @@ def _explain_failure(operation: OperationError) -> str:
 
 
 def _range_advice(name: str) -> str:
-    island = ", or keep attention in float32 with --attention-dtype fp32" if name.endswith((SCORES, "attention.heads")) else ""
+    island = (
+        ", or keep attention in float32 with --attention-dtype fp32"
+        if name.endswith((SCORES, "attention.heads"))
+        else ""
+    )
     return f"export with --dtype bf16, which has the range of float32{island}"
 
 
@@ -142,7 +152,9 @@ def _worst_by_name(operations: Iterator[OperationError]) -> list[OperationError]
     worst: dict[str, OperationError] = {}
     for operation in operations:
         seen = worst.setdefault(operation.name, operation)
-        worst[operation.name] = replace(seen, largest=max(seen.largest, operation.largest), flushed=max(seen.flushed, operation.flushed))
+        worst[operation.name] = replace(
+            seen, largest=max(seen.largest, operation.largest), flushed=max(seen.flushed, operation.flushed)
+        )
     return list(worst.values())
 
 
@@ -210,7 +222,13 @@ class Reference:
 
 
 def make_reference(
-    config: ModelConfig, unit: Unit, dtype: str, max_positions: int, contract: Contract, weights: WeightSource, seed: int
+    config: ModelConfig,
+    unit: Unit,
+    dtype: str,
+    max_positions: int,
+    contract: Contract,
+    weights: WeightSource,
+    seed: int,
 ) -> Reference:
     """Runs the float64 reference and the definition in the bundle's dtype over the audit's steps.
 
@@ -235,7 +253,9 @@ def make_reference(
     return reference
 
 
-def _observe_rounded(stepper: EagerStepper, feeds: dict[str, np.ndarray], cache: HostCache, dtype: str) -> tuple[Values, Values]:
+def _observe_rounded(
+    stepper: EagerStepper, feeds: dict[str, np.ndarray], cache: HostCache, dtype: str
+) -> tuple[Values, Values]:
     """One float64 step in which every named value is rounded before it is read: the values before and after rounding."""
     exact: Values = {}
     given: Values = {}
@@ -280,13 +300,21 @@ def audit(reference: Reference, observer: Observer) -> BackendAudit:
         carried = observer.observe(step.feeds, cache)
         local = observer.observe(step.feeds, _filled(observer, step.past), step.given)
         missing |= set(step.carried) - set(carried)
-        measured = [_measure(index, name, step, carried[name], local[name], reference.dtype, observer) for name in step.carried if name in carried]
+        measured = [
+            _measure(index, name, step, carried[name], local[name], reference.dtype, observer)
+            for name in step.carried
+            if name in carried
+        ]
         shares = _shares(reference, index, carried, past)
         operations += [replace(operation, share=shares.get(operation.name, math.nan)) for operation in measured]
-    return BackendAudit(observer.backend, observer.description, tuple(operations), tuple(sorted(missing)), shares.get(_CACHE, math.nan))
+    return BackendAudit(
+        observer.backend, observer.description, tuple(operations), tuple(sorted(missing)), shares.get(_CACHE, math.nan)
+    )
 
 
-def _measure(index: int, name: str, step: StepReference, carried: np.ndarray, local: np.ndarray, dtype: str, observer: Observer) -> OperationError:
+def _measure(
+    index: int, name: str, step: StepReference, carried: np.ndarray, local: np.ndarray, dtype: str, observer: Observer
+) -> OperationError:
     reference = step.carried[name]
     carried_error, _ = _error(name, reference, carried)
     local_error, worst = _error(name, step.local[name], local)
@@ -308,7 +336,9 @@ def _measure(index: int, name: str, step: StepReference, carried: np.ndarray, lo
         worst_index=worst,
         budget=budget,
         largest=largest,
-        flushed=float(np.count_nonzero((sizes > 0) & (sizes <= SMALLEST_HALF / 2))) / nonzero if is_half and nonzero else 0.0,
+        flushed=float(np.count_nonzero((sizes > 0) & (sizes <= SMALLEST_HALF / 2))) / nonzero
+        if is_half and nonzero
+        else 0.0,
         overflow=is_half and largest > LARGEST_HALF,
     )
 
@@ -369,11 +399,12 @@ def _shares(reference: Reference, index: int, carried: Values, past: list[np.nda
     observer = StepperObserver(stepper)
     exact = observer.observe(step.feeds, _filled(observer, past), carried)
     made = {name: carried[name].astype(np.float64) - exact[name] for name in probes if name in carried}
-    made |= {f"{_CACHE} {i}": array.astype(np.float64) - reference.carried_pasts[index][i] for i, array in enumerate(past)}
+    made |= {
+        f"{_CACHE} {i}": array.astype(np.float64) - reference.carried_pasts[index][i] for i, array in enumerate(past)
+    }
     shares: dict[str, float] = {}
     for name, gradient in zip(wanted, gradients, strict=True):
         if gradient is not None and name in made:
             key = _CACHE if name.startswith(_CACHE) else name
             shares[key] = shares.get(key, 0.0) + float((gradient.numpy() * made[name]).sum()) / size
     return shares
-

@@ -21,19 +21,21 @@ from engines.running.tensorrt_parts import find_engines, open_engines
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import BackendError, InputError
 from exporter.common.timing import timed
-from exporter.export import open_onnxruntime, reference_weights
 from exporter.graph.float32_twin import float32_twin
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights, WeightSource
-from exporter.placing.placing import scratch_folder
-from exporter.spec.contract import check_cache_capacity
+from exporter.placing.temporaries import scratch_folder
+from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.validation.comparison import Comparison, Recording, compare, judge_by_control, record
+from exporter.validation.comparison import Comparison, compare
+from exporter.validation.control import judge_by_control
+from exporter.validation.recording import Recording, record
 from exporter.validation.scenarios import RunLimits
 from exporter.validation.tolerances import Tolerance, tolerance
+from exporter.validation.validation_steppers import open_onnxruntime, reference_weights
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,11 @@ class StepDifference:
         a, b = a.astype(np.float64), b.astype(np.float64)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             bad = np.argwhere(~np.isfinite(b))
-            return failed if not len(bad) else cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, tuple(map(int, bad[0])))
+            return (
+                failed
+                if not len(bad)
+                else cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, tuple(map(int, bad[0])))
+            )
         difference = np.abs(a - b)
         worst = tuple(int(i) for i in np.unravel_index(int(difference.argmax()), a.shape))
         relative = difference[a != 0] / np.abs(a[a != 0])
@@ -190,14 +196,24 @@ class Comparer:
                 control = control or self._control(recordings.get("eager"))
                 comparisons = judge_by_control(comparisons, control.exact, control.rounded)
                 widened = control.description if any(c.allowed > allowed.allowed for c in comparisons) else None
-            tensors = tuple(TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons)
+            tensors = tuple(
+                TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons
+            )
             results.append(BackendResult(name, descriptions[name], allowed, widened, tensors))
         results = self._audited(results)
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
     def record(self, stepper: Stepper) -> Recording:
         manifest = self.bundle.manifest
-        return record(manifest.config, manifest.unit, manifest.max_positions, stepper, manifest.contract, self.request.seed, self.limits)
+        return record(
+            manifest.config,
+            manifest.unit,
+            manifest.max_positions,
+            stepper,
+            manifest.contract,
+            self.request.seed,
+            self.limits,
+        )
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Stepper]:
@@ -213,7 +229,10 @@ class Comparer:
             stepper = open_onnxruntime(self.bundle, self.scratch)
             stepper.description += ", through the graph's float32 twin"
         else:
-            stepper = open_parts(self.bundle, lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider, integer_products=False))
+            stepper = open_parts(
+                self.bundle,
+                lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider, integer_products=False),
+            )
         try:
             yield stepper
         finally:
@@ -242,7 +261,9 @@ class Comparer:
             self.say("audit: a component is one operation, its outputs are the audit")
             return results
         if self.bundle.manifest.parts:
-            self.say("audit: not of a bundle in parts; export the layers in question with --unit stack --layers A:B and audit those")
+            self.say(
+                "audit: not of a bundle in parts; export the layers in question with --unit stack --layers A:B and audit those"
+            )
             return results
         self.say("audit: the eager definition in float64")
         reference = self.reference()
@@ -257,7 +278,13 @@ class Comparer:
     def reference(self) -> Reference:
         manifest = self.bundle.manifest
         return make_reference(
-            manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, manifest.contract, self.weights, self.request.seed
+            manifest.config,
+            manifest.unit,
+            manifest.dtype,
+            manifest.max_positions,
+            manifest.contract,
+            self.weights,
+            self.request.seed,
         )
 
     def observer(self, name: str, reference: Reference) -> Observer:
@@ -265,11 +292,15 @@ class Comparer:
             return StepperObserver(InterpreterStepper.from_bundle(self.bundle, self.request.parser), reference.names)
         contract = self.bundle.manifest.contract
         if self.bundle.manifest.dtype == "bf16":
-            return GraphObserver(float32_twin(self.bundle.folder, self.scratch), contract.in_dtype("bf16", "fp32"), reference.names)
+            return GraphObserver(
+                float32_twin(self.bundle.folder, self.scratch), contract.in_dtype("bf16", "fp32"), reference.names
+            )
         return GraphObserver(self.bundle.graph_path, contract, reference.names)
 
 
-def compare_bundle(bundle: Bundle, request: CompareRequest, say: Say = lambda line: None, weights: WeightSource | None = None) -> CompareResult:
+def compare_bundle(
+    bundle: Bundle, request: CompareRequest, say: Say = lambda line: None, weights: WeightSource | None = None
+) -> CompareResult:
     """Compares the backends of a bundle.
 
     The eager definition computes in float32 over weights rounded to the bundle's dtype.
@@ -313,7 +344,9 @@ def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], d
         if wrong:
             raise InputError(f"backends: got {wrong[0]!r}, expected names out of {', '.join(BACKENDS)}")
         if len(request.backends) < 2 or len(set(request.backends)) < len(request.backends):
-            raise InputError(f"backends: got {','.join(request.backends)}, expected at least two different ones, the reference first")
+            raise InputError(
+                f"backends: got {','.join(request.backends)}, expected at least two different ones, the reference first"
+            )
         return request.backends, {}
     left_out = {}
     try:

@@ -58,7 +58,9 @@ def _backend(result: BackendResult) -> str:
         f'<p class="soft">{escape(result.description)}. Allowed: {result.tolerance.allowed:.1e}, {escape(result.tolerance.reason)}.</p>',
     ]
     if result.control:
-        parts.append(f"<p>These weights make some scenarios ill-conditioned; allowed there is what {escape(result.control)} strays by itself.</p>")
+        parts.append(
+            f"<p>These weights make some scenarios ill-conditioned; allowed there is what {escape(result.control)} strays by itself.</p>"
+        )
     if result.audit is not None:
         parts.append(_audit(result.audit))
     parts.append(_outputs(result))
@@ -69,7 +71,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence
     """A table; cells are HTML already, the columns in `numbers` are set to the right."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        joined = "".join(f'<{tag}{" class=number" if i in numbers else ""}>{cell}</{tag}>' for i, cell in enumerate(cells))
+        joined = "".join(
+            f"<{tag}{' class=number' if i in numbers else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)
+        )
         return f"<tr>{joined}</tr>"
 
     return f"<table><thead>{line(head, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
@@ -80,7 +84,14 @@ def _outputs(result: BackendResult) -> str:
     for tensor in result.tensors:
         c = tensor.comparison
         rows.append(
-            [escape(c.scenario), escape(c.tensor), _figure(c.max_error), _figure(c.mean_error), _figure(c.allowed), _verdict(c.passed)]
+            [
+                escape(c.scenario),
+                escape(c.tensor),
+                _figure(c.max_error),
+                _figure(c.mean_error),
+                _figure(c.allowed),
+                _verdict(c.passed),
+            ]
         )
         for index, step in enumerate(tensor.steps):
             where = str(list(step.worst_index)) if step.worst_index is not None else "missing or misshapen"
@@ -91,7 +102,18 @@ def _outputs(result: BackendResult) -> str:
                 ]
             )  # fmt: skip
     head = ["scenario", "tensor", "largest error", "mean error", "allowed", "result"]
-    step_head = ["scenario", "tensor", "step", "shape", "max |a − b|", "mean |a − b|", "max relative", "mean relative", "cosine", "worst at"]
+    step_head = [
+        "scenario",
+        "tensor",
+        "step",
+        "shape",
+        "max |a − b|",
+        "mean |a − b|",
+        "max relative",
+        "mean relative",
+        "cosine",
+        "worst at",
+    ]
     return (
         f"<h3>Outputs and cache rows</h3>{_table(head, rows, (2, 3, 4))}"
         f"<details><summary>every step</summary>{_table(step_head, steps, (2, 4, 5, 6, 7, 8))}</details>"
@@ -109,7 +131,9 @@ def _audit(audit: BackendAudit) -> str:
     findings = "".join(f"<li>{escape(line)}</li>" for line in audit.explain())
     parts = [
         f"<h3>Audit: {_verdict(audit.passed)}</h3>",
-        f"<ul>{findings}</ul>" if findings else "<p>Every operation keeps its budget on the reference's own inputs.</p>",
+        f"<ul>{findings}</ul>"
+        if findings
+        else "<p>Every operation keeps its budget on the reference's own inputs.</p>",
         f'<div class="panel">{_error_plot(_worst_over_steps(audit.operations))}</div>',
         f"<h3>Error made by each operation, worst over layers and steps</h3>{_operations(audit)}",
         f'<h3>Shares of the output error of the last step, to first order</h3><div class="panel">{_share_plot(audit)}</div>',
@@ -175,7 +199,9 @@ def _error_plot(operations: list[OperationError]) -> str:
     for index, operation in enumerate(operations):
         if not operation.passed:
             title = f"{operation.name}: {_figure(operation.local)} made here"
-            parts.append(f'<circle class="failed" cx="{x(index):.1f}" cy="{y(operation.local):.1f}" r="4"><title>{escape(title)}</title></circle>')
+            parts.append(
+                f'<circle class="failed" cx="{x(index):.1f}" cy="{y(operation.local):.1f}" r="4"><title>{escape(title)}</title></circle>'
+            )
     parts.append(
         f'<rect class="carriedkey" x="{LEFT}" y="6" width="14" height="3"/><text x="{LEFT + 20}" y="12">carried</text>'
         f'<rect class="localkey" x="{LEFT + 90}" y="6" width="14" height="3"/><text x="{LEFT + 110}" y="12">made here</text>'
@@ -192,12 +218,19 @@ def _layer_marks(operations: list[OperationError], x: Callable[[float], float]) 
     if len(starts) <= 1:
         for index, operation in enumerate(operations):
             at = x(index)
-            name = escape(short_name(operation.name).removeprefix("attention.").removeprefix("mlp.").removeprefix("attention_mask."))
+            name = escape(
+                short_name(operation.name)
+                .removeprefix("attention.")
+                .removeprefix("mlp.")
+                .removeprefix("attention_mask.")
+            )
             marks.append(f'<text transform="translate({at:.1f},{HEIGHT - BOTTOM + 10}) rotate(35)">{name}</text>')
         return marks
     every = max(1, len(starts) // 16)
     for number, index in enumerate(starts):
-        marks.append(f'<line class="grid" x1="{x(index - 0.5):.1f}" x2="{x(index - 0.5):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        marks.append(
+            f'<line class="grid" x1="{x(index - 0.5):.1f}" x2="{x(index - 0.5):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
+        )
         if number % every == 0:
             marks.append(f'<text x="{x(index):.1f}" y="{HEIGHT - BOTTOM + 16}">{layers[index]}</text>')
     marks.append(f'<text x="{LEFT}" y="{HEIGHT - BOTTOM + 36}">layer</text>')

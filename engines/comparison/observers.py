@@ -18,7 +18,8 @@ from onnx import helper
 from torch import Tensor
 
 from engines.interpreter.stepper import InterpreterStepper
-from exporter.spec.contract import Contract, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import Contract
 from exporter.steppers.eager_stepper import EagerStepper, to_numpy, to_torch
 from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache
@@ -118,7 +119,11 @@ class GraphObserver(Observer):
                 self._cut = self._session(self._cut_model())
             session = self._cut
             types = {entry.name: _NUMPY_TYPES[entry.type] for entry in session.get_inputs()}
-            inputs = {name: given[name.removesuffix(_GIVEN)].astype(dtype) for name, dtype in types.items() if name.endswith(_GIVEN)}
+            inputs = {
+                name: given[name.removesuffix(_GIVEN)].astype(dtype)
+                for name, dtype in types.items()
+                if name.endswith(_GIVEN)
+            }
         for spec in self.contract.step_inputs:
             inputs[spec.name] = feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)
         pasts, presents = zip(*self.contract.cache_pairs, strict=True)
@@ -146,7 +151,8 @@ class GraphObserver(Observer):
 
 
 _ONNX_TYPES = {
-    f"tensor({name})": number for name, number in (("float16", 10), ("float", 1), ("double", 11), ("bool", 9), ("int64", 7), ("int32", 6))
+    f"tensor({name})": number
+    for name, number in (("float16", 10), ("float", 1), ("double", 11), ("bool", 9), ("int64", 7), ("int32", 6))
 }
 _NUMPY_TYPES = {text: helper.tensor_dtype_to_np_dtype(number) for text, number in _ONNX_TYPES.items()}
 

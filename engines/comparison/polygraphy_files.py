@@ -15,12 +15,13 @@ import numpy as np
 
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, InputError
-from exporter.export import reference_weights
-from exporter.placing.placing import write_atomically
-from exporter.spec.contract import Contract, TensorSpec, numpy_dtype
+from exporter.placing.files import write_atomically
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import Contract, TensorSpec
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Cache, Stepper
 from exporter.validation.scenarios import RunLimits, cache_scenarios
+from exporter.validation.validation_steppers import reference_weights
 
 try:
     from polygraphy.backend.base import BaseRunner
@@ -29,7 +30,9 @@ try:
     from polygraphy.comparator.struct import IterationResult
     from polygraphy.json import to_json
 except ImportError as error:
-    raise BackendError(f"polygraphy: it is not installed or does not load ({error}); run pip install 'blockline[polygraphy]'") from None
+    raise BackendError(
+        f"polygraphy: it is not installed or does not load ({error}); run pip install 'blockline[polygraphy]'"
+    ) from None
 
 Step = tuple[OrderedDict[str, np.ndarray], OrderedDict[str, np.ndarray]]  # inputs and outputs by name, cache included
 
@@ -58,7 +61,9 @@ class StepperRunner(BaseRunner):
     def get_input_metadata_impl(self) -> TensorMetadata:
         metadata = TensorMetadata()
         for spec in self._stepper.contract.inputs:
-            metadata.add(spec.name, numpy_dtype(spec.dtype), [axis if isinstance(axis, int) else -1 for axis in spec.axes])
+            metadata.add(
+                spec.name, numpy_dtype(spec.dtype), [axis if isinstance(axis, int) else -1 for axis in spec.axes]
+            )
         return metadata
 
     def infer_impl(self, feed_dict: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
@@ -96,16 +101,22 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
     """
     manifest = bundle.manifest
     if not manifest.unit.has_cache:
-        raise InputError(f"polygraphy: got a {manifest.unit}, which has no steps; polygraphy run makes inputs for it by itself")
+        raise InputError(
+            f"polygraphy: got a {manifest.unit}, which has no steps; polygraphy run makes inputs for it by itself"
+        )
     if manifest.dtype == "bf16":
-        raise InputError("polygraphy: got a bf16 bundle, and its files hold numpy arrays, which have no such dtype; export with --dtype fp16 or fp32")
+        raise InputError(
+            "polygraphy: got a bf16 bundle, and its files hold numpy arrays, which have no such dtype; export with --dtype fp16 or fp32"
+        )
     weights = reference_weights(bundle)
     reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, weights)
     rng = np.random.default_rng(seed)
     for scenario in cache_scenarios(manifest.max_positions, limits):
         cache = reference.new_cache(len(scenario.steps[0]), scenario.capacity)
         for feeds in scenario.feeds(manifest.contract, manifest.config, rng):
-            pasts = {past: array.copy() for (past, _), array in zip(manifest.contract.cache_pairs, cache.arrays, strict=True)}
+            pasts = {
+                past: array.copy() for (past, _), array in zip(manifest.contract.cache_pairs, cache.arrays, strict=True)
+            }
             outputs = reference.run(feeds, cache) | _present(manifest.contract, cache, scenario.capacity)
             yield _as(manifest.contract.inputs, feeds | pasts), _as(manifest.contract.outputs, outputs)
 
@@ -124,7 +135,9 @@ def save_outputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> No
     """Writes what `polygraphy run --load-outputs` reads: the reference's outputs of the same steps; raises as `steps`."""
     name = "blockline-eager"
     results = RunResults()
-    results.append((name, [IterationResult(outputs=outputs, runner_name=name) for _, outputs in steps(bundle, seed, limits)]))
+    results.append(
+        (name, [IterationResult(outputs=outputs, runner_name=name) for _, outputs in steps(bundle, seed, limits)])
+    )
     write_atomically(path, to_json(results))
 
 

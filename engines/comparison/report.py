@@ -12,7 +12,7 @@ from rich.table import Table
 
 from engines.comparison.audit import BackendAudit, OperationError
 from engines.comparison.compare import BackendResult, CompareResult, TensorResult
-from exporter.common import cli
+from exporter.common import terminal
 
 CONTRIBUTORS = 8
 
@@ -83,20 +83,20 @@ def _jsonable(value: Any) -> Any:
 
 def print_result(result: CompareResult) -> None:
     """Tables on stderr: outputs by scenario, and what the audits found."""
-    cli.say(f"reference: {result.reference}")
+    terminal.say(f"reference: {result.reference}")
     for backend in result.results:
-        cli.stderr.print(_output_table(backend))
+        terminal.stderr.print(_output_table(backend))
         if backend.control:
-            cli.say(
+            terminal.say(
                 f"these weights make some scenarios ill-conditioned: allowed is what {backend.control} strays by, "
                 f"where that is more than {backend.tolerance.allowed:.0e}"
             )
         if backend.audit is not None:
             _print_audit(backend.audit)
     for name, reason in result.left_out.items():
-        cli.say(f"left out: {name}: {reason}")
+        terminal.say(f"left out: {name}: {reason}")
     for backend in result.results:
-        cli.say(f"{backend.backend}: {'PASSED' if backend.passed else 'FAILED'}")
+        terminal.say(f"{backend.backend}: {'PASSED' if backend.passed else 'FAILED'}")
 
 
 def _output_table(result: BackendResult) -> Table:
@@ -137,14 +137,16 @@ def _print_audit(audit: BackendAudit) -> None:
             layer_of(worst.name),
             "PASSED" if all(o.passed for o in group) else "FAILED",
         )
-    cli.stderr.print(table)
+    terminal.stderr.print(table)
     for line in audit.explain():
-        cli.say(line)
+        terminal.say(line)
     shares = ", ".join(f"{o.name} {o.share:+.0%}" for o in audit.contributors()[:CONTRIBUTORS])
     if shares:
-        cli.say(f"shares of the last step's output error, to first order: {shares}; rows cached in earlier steps {audit.share_of_earlier_steps:+.0%}")
+        terminal.say(
+            f"shares of the last step's output error, to first order: {shares}; rows cached in earlier steps {audit.share_of_earlier_steps:+.0%}"
+        )
     if audit.missing:
-        cli.say(f"not shown by {audit.backend}: {', '.join(audit.missing)}")
+        terminal.say(f"not shown by {audit.backend}: {', '.join(audit.missing)}")
 
 
 def by_operation(operations: Iterable[OperationError]) -> dict[str, list[OperationError]]:

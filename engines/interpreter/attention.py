@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engines.interpreter.layers import widened
 from engines.interpreter.reading import refuse
-from exporter.model.block import See
+from exporter.model.observe import See
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,11 @@ def matrix_multiply(layer: Any) -> Compute:
 def rotary_embedding(layer: Any) -> Compute:
     """x [B, H, T, D] turned by cos and sin [B, T, D/2]; pairs are adjacent where interleaved, else half a head apart."""
     if layer.rotary_embedding_dim or layer.num_inputs > 3:
-        refuse(layer, f"rotary_embedding_dim {layer.rotary_embedding_dim} and {layer.num_inputs} inputs", "whole heads, and cos and sin by token")
+        refuse(
+            layer,
+            f"rotary_embedding_dim {layer.rotary_embedding_dim} and {layer.num_inputs} inputs",
+            "whole heads, and cos and sin by token",
+        )
     interleaved = layer.interleaved
 
     def compute(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -196,13 +200,21 @@ def slice_(layer: Any) -> Compute:
 
     def compute(x: Tensor, *given: Tensor | None) -> Tensor:
         tensors = [*given, *[None] * (5 - len(given))]
-        dims: list[Any] = [value if tensor is None else tensor.tolist() for value, tensor in zip(held, tensors, strict=True)]
+        dims: list[Any] = [
+            value if tensor is None else tensor.tolist() for value, tensor in zip(held, tensors, strict=True)
+        ]
         starts, sizes, strides, _, axes = dims
-        for start, size, stride, axis in zip(starts, sizes, strides or [1] * len(starts), axes or range(len(starts)), strict=True):
+        for start, size, stride, axis in zip(
+            starts, sizes, strides or [1] * len(starts), axes or range(len(starts)), strict=True
+        ):
             last = start + (size - 1) * stride
             if size and not 0 <= min(start, last) <= max(start, last) < x.shape[axis]:
                 raise IndexError(f"{layer.name}: rows {start} … {last} of axis {axis}, which has {x.shape[axis]}")
-            x = x.narrow(axis, start, size) if stride == 1 else x.index_select(axis, torch.arange(size) * stride + start)
+            x = (
+                x.narrow(axis, start, size)
+                if stride == 1
+                else x.index_select(axis, torch.arange(size) * stride + start)
+            )
         return x
 
     return compute
@@ -225,10 +237,14 @@ def gather(layer: Any) -> Compute:
     if mode == "ND" and batch_dims == 1:
 
         def compute(data: Tensor, indices: Tensor) -> Tensor:
-            return torch.stack([row[tuple(index.long().movedim(-1, 0))] for row, index in zip(data, indices, strict=True)])
+            return torch.stack(
+                [row[tuple(index.long().movedim(-1, 0))] for row, index in zip(data, indices, strict=True)]
+            )
 
         return compute
-    return refuse(layer, f"mode {mode} with {batch_dims} elementwise dimensions", "DEFAULT with 0, ELEMENT, or ND with 1")
+    return refuse(
+        layer, f"mode {mode} with {batch_dims} elementwise dimensions", "DEFAULT with 0, ELEMENT, or ND with 1"
+    )
 
 
 def fill(layer: Any) -> Compute:
@@ -239,7 +255,9 @@ def fill(layer: Any) -> Compute:
 
     def compute(*given: Tensor | None) -> Tensor:
         tensors = [*given, *[None] * (3 - len(given))]
-        size, start, step = (value if tensor is None else tensor.flatten().tolist() for value, tensor in zip(held, tensors, strict=True))
+        size, start, step = (
+            value if tensor is None else tensor.flatten().tolist() for value, tensor in zip(held, tensors, strict=True)
+        )
         if len(size) != 1:
             raise Unsupported(f"{layer.name}: FILL of shape {size}, expected one axis")
         start, step = (x[0] if isinstance(x, list) else x for x in (start, step))
@@ -291,7 +309,11 @@ LAYERS: dict[str, Callable[[Any], Compute]] = {
 
 
 def _one_of(table: dict[str, Any], layer: Any, operation: Any) -> Any:
-    return table[operation.name] if operation.name in table else refuse(layer, f"operation {operation.name}", f"one of {', '.join(table)}")
+    return (
+        table[operation.name]
+        if operation.name in table
+        else refuse(layer, f"operation {operation.name}", f"one of {', '.join(table)}")
+    )
 
 
 _TORCH_DTYPES = {
@@ -311,4 +333,3 @@ def torch_dtype(dtype: Any) -> torch.dtype:
     if dtype.name not in _TORCH_DTYPES:
         raise Unsupported(f"dtype {dtype.name}: expected one of {', '.join(_TORCH_DTYPES)}")
     return _TORCH_DTYPES[dtype.name]
-

@@ -14,7 +14,7 @@ from engines.interpreter.attention import Attention, read_attention
 from engines.interpreter.layers import LAYERS, Compute, torch_dtype
 from engines.interpreter.reading import Unsupported, optional_dims
 from engines.network.parsed import ParsedNetwork
-from exporter.model.block import See
+from exporter.model.observe import See
 from exporter.steppers.eager_stepper import to_torch
 
 
@@ -66,7 +66,9 @@ class Program:
                     result = operation.compute.compute(queries, keys, values, tensors, see)
                 else:
                     result = operation.compute(*arguments)
-                assert result.dtype == operation.dtype, f"{operation.name}: computed {result.dtype}, the network says {operation.dtype}"
+                assert result.dtype == operation.dtype, (
+                    f"{operation.name}: computed {result.dtype}, the network says {operation.dtype}"
+                )
                 tensors[operation.output] = see(operation.output, result)
         return tensors
 
@@ -82,7 +84,11 @@ def read_program(parsed: ParsedNetwork, initializer: Callable[[str], np.ndarray]
     Raises:
         Unsupported: a layer of a kind or form that the interpreter does not know; names it.
     """
-    classes = {name.lower(): member for name, member in vars(parsed.backend.trt).items() if name.startswith("I") and name.endswith("Layer")}
+    classes = {
+        name.lower(): member
+        for name, member in vars(parsed.backend.trt).items()
+        if name.startswith("I") and name.endswith("Layer")
+    }
     constants: dict[str, Tensor] = {}
     operations: list[Operation] = []
     for index in range(parsed.network.num_layers):
@@ -125,7 +131,9 @@ def _constant(layer: Any, output: Any, initializer: Callable[[str], np.ndarray])
     weights = layer.weights
     array = weights if isinstance(weights, np.ndarray) else initializer(layer.name)
     tensor = to_torch(array).reshape(optional_dims(layer.shape) or [])
-    assert tensor.dtype == torch_dtype(output.dtype), f"{layer.name}: holds {tensor.dtype}, the network says {output.dtype.name}"
+    assert tensor.dtype == torch_dtype(output.dtype), (
+        f"{layer.name}: holds {tensor.dtype}, the network says {output.dtype.name}"
+    )
     return tensor
 
 

@@ -20,8 +20,8 @@ from engines.network.source import load_source
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import CheckFailed
 from exporter.graph.fixed_capacity import fix_capacity
-from exporter.model.block import See, unseen
-from exporter.spec.contract import Contract
+from exporter.model.observe import See, unseen
+from exporter.spec.tensors import Contract
 from exporter.steppers.eager_stepper import feed_tensor, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache, Stepper
 
@@ -57,14 +57,19 @@ class InterpreterStepper(Stepper[HostCache]):
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
+    ) -> dict[str, np.ndarray]:
         """As `Stepper.run`; `see` is called with every tensor of the network, and what it returns is used from there on."""
         if cache is not None and cache.capacity != self._capacity:
             self._parse(cache.capacity)
         inputs = {spec.name: feed_tensor(feeds, spec) for spec in self.contract.step_inputs}
         if cache is not None:
             rows = slice(first_row, first_row + len(feeds["write_indices"]))
-            inputs |= {spec.name: to_torch(array[rows]) for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)}
+            inputs |= {
+                spec.name: to_torch(array[rows])
+                for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)
+            }
         assert self._program is not None, "parsed when it was opened, or for this cache"
         tensors = self._program.run(inputs, see)
         self._check_in_place(tensors)
@@ -83,14 +88,18 @@ class InterpreterStepper(Stepper[HostCache]):
         expected = {spec.name: spec.dtype for spec in (*self.contract.inputs, *self.contract.outputs)}
         if got != expected:
             wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            raise CheckFailed(f"network: its inputs and outputs {wrong} are not those of the bundle, expected {sorted(expected)}; export again")
+            raise CheckFailed(
+                f"network: its inputs and outputs {wrong} are not those of the bundle, expected {sorted(expected)}; export again"
+            )
         self._parsed, self._capacity = parsed, capacity
         self._program = read_program(parsed, _Initializers(model, self._graph_path))
 
     def _check_in_place(self, tensors: Mapping[str, Tensor]) -> None:
         for past, present in self.contract.cache_pairs:
             if tensors[past].data_ptr() != tensors[present].data_ptr():
-                raise CheckFailed(f"network: {present} is not {past} updated in place; TensorRT would need them at one address")
+                raise CheckFailed(
+                    f"network: {present} is not {past} updated in place; TensorRT would need them at one address"
+                )
 
 
 class _Initializers:

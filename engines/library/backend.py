@@ -55,7 +55,9 @@ def choose_backend(name: str = "auto") -> Backend:
         if _installed("tensorrt-rtx"):
             why = "no GPU is visible" if _installed("tensorrt") else "tensorrt is not installed"
             return _load("tensorrt-rtx", f"auto: {why}; engines compile without a GPU")
-        raise BackendError(f"backend auto: neither is installed; run {INSTALL['tensorrt-rtx']}, or on a GPU machine {INSTALL['tensorrt']}")
+        raise BackendError(
+            f"backend auto: neither is installed; run {INSTALL['tensorrt-rtx']}, or on a GPU machine {INSTALL['tensorrt']}"
+        )
     if name not in MODULES:
         raise BackendError(f"backend: got {name!r}, expected one of auto, {', '.join(MODULES)}")
     if not _installed(name):
@@ -71,9 +73,13 @@ def _load(name: str, reason: str) -> Backend:
     try:
         trt = importlib.import_module(MODULES[name])
     except (ImportError, OSError) as error:
-        raise BackendError(f"backend {name}: it is installed and does not load ({error}); reinstall it: {INSTALL[name]}") from None
+        raise BackendError(
+            f"backend {name}: it is installed and does not load ({error}); reinstall it: {INSTALL[name]}"
+        ) from None
     version = trt.__version__
     if name == "tensorrt" and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TENSORRT:
-        raise BackendError(f"backend tensorrt: got version {version}, expected {'.'.join(map(str, OLDEST_TENSORRT))} or newer")
+        raise BackendError(
+            f"backend tensorrt: got version {version}, expected {'.'.join(map(str, OLDEST_TENSORRT))} or newer"
+        )
     log.info("%s %s (%s)", name, version, reason)
     return Backend(name, trt, version, reason)

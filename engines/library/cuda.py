@@ -101,7 +101,9 @@ class RuntimeCuda(Cuda):
         try:
             from cuda.bindings import runtime
         except ImportError:
-            raise BackendError("backend tensorrt: cuda-python is not installed; run pip install 'blockline[tensorrt]'") from None
+            raise BackendError(
+                "backend tensorrt: cuda-python is not installed; run pip install 'blockline[tensorrt]'"
+            ) from None
         self._runtime = runtime
         try:
             self.stream = int(self._call("cudaStreamCreate"))
@@ -148,7 +150,11 @@ class RuntimeCuda(Cuda):
         """Records what `work` puts on the stream, and nothing of it runs; where it fails, the stream is left as it was."""
         graph = _Graph()
         try:
-            self._call("cudaStreamBeginCapture", self.stream, self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+            self._call(
+                "cudaStreamBeginCapture",
+                self.stream,
+                self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal,
+            )
             work()
         except BaseException:
             with contextlib.suppress(CudaError):  # it may not have begun, or be void

@@ -50,8 +50,14 @@ _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
 _Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
 _api = ctypes.pythonapi
-_api.PyCapsule_New.restype, _api.PyCapsule_New.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_api.PyCapsule_GetPointer.restype, _api.PyCapsule_GetPointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_api.PyCapsule_New.restype, _api.PyCapsule_New.argtypes = (
+    ctypes.py_object,
+    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+)
+_api.PyCapsule_GetPointer.restype, _api.PyCapsule_GetPointer.argtypes = (
+    ctypes.c_void_p,
+    [ctypes.py_object, ctypes.c_char_p],
+)
 _api.PyCapsule_SetName.restype, _api.PyCapsule_SetName.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
 
 _exported: dict[int, tuple] = {}  # address of each exported struct → what must live until its consumer is done
@@ -113,7 +119,15 @@ class DeviceTensor:
         """A capsule for any consumer. The data are ready: a session waits for its step before it returns one."""
         shape = (ctypes.c_int64 * self.ndim)(*self.shape)
         code = _BFLOAT if self.dtype == _BFLOAT16 else _CODES[self.dtype.kind]
-        tensor = _Tensor(self.address, _Device(self._device, 0), self.ndim, _DataType(code, self.dtype.itemsize * 8, 1), shape, None, 0)
+        tensor = _Tensor(
+            self.address,
+            _Device(self._device, 0),
+            self.ndim,
+            _DataType(code, self.dtype.itemsize * 8, 1),
+            shape,
+            None,
+            0,
+        )
         managed = _Managed(tensor, None, _delete)
         _exported[ctypes.addressof(managed)] = (managed, shape, self._memory)
         return _api.PyCapsule_New(ctypes.addressof(managed), _NAME, None)
@@ -159,8 +173,12 @@ def import_tensor(x: Any, stream: int) -> DeviceTensor:
     if tensor.strides and [tensor.strides[axis] for axis in range(len(shape)) if shape[axis] > 1] != [
         int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)) if shape[axis] > 1
     ]:
-        raise InputError(f"device tensor: got shape {list(shape)} with gaps between its elements, expected a contiguous one")
-    return DeviceTensor((tensor.data or 0) + tensor.byte_offset, shape, _numpy_dtype(tensor.dtype), memory, tensor.device.kind)
+        raise InputError(
+            f"device tensor: got shape {list(shape)} with gaps between its elements, expected a contiguous one"
+        )
+    return DeviceTensor(
+        (tensor.data or 0) + tensor.byte_offset, shape, _numpy_dtype(tensor.dtype), memory, tensor.device.kind
+    )
 
 
 def _numpy_dtype(dtype: _DataType) -> np.dtype:
@@ -168,5 +186,7 @@ def _numpy_dtype(dtype: _DataType) -> np.dtype:
         return _BFLOAT16
     kinds = {code: kind for kind, code in _CODES.items()}
     if dtype.lanes != 1 or dtype.code not in kinds or dtype.bits % 8:
-        raise InputError(f"device tensor: got DLPack type code {dtype.code} of {dtype.bits} bits, expected integers or floating point")
+        raise InputError(
+            f"device tensor: got DLPack type code {dtype.code} of {dtype.bits} bits, expected integers or floating point"
+        )
     return np.dtype(f"{kinds[dtype.code]}{dtype.bits // 8}")

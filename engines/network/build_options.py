@@ -49,9 +49,13 @@ class BuildOptions:
         if level is not None and not 0 <= level <= 5:
             raise InputError(f"builder-optimization-level: got {level}, expected 0 to 5")
         if self.hardware_compatibility not in HARDWARE_COMPATIBILITY:
-            raise InputError(f"hardware-compatibility: got {self.hardware_compatibility!r}, expected one of {', '.join(HARDWARE_COMPATIBILITY)}")
+            raise InputError(
+                f"hardware-compatibility: got {self.hardware_compatibility!r}, expected one of {', '.join(HARDWARE_COMPATIBILITY)}"
+            )
         if self.profiling_verbosity not in PROFILING_VERBOSITY:
-            raise InputError(f"profiling-verbosity: got {self.profiling_verbosity!r}, expected one of {', '.join(PROFILING_VERBOSITY)}")
+            raise InputError(
+                f"profiling-verbosity: got {self.profiling_verbosity!r}, expected one of {', '.join(PROFILING_VERBOSITY)}"
+            )
 
     def to_dict(self) -> dict:
         """For the engine's record; the timing cache only says whether there was one."""
@@ -76,17 +80,27 @@ def check_options(options: BuildOptions, backend: Backend, gpus: Sequence[Gpu]) 
     """
     if not backend.is_rtx:
         if not gpus:
-            raise BackendError(f"{backend}: it builds on the GPU it builds for, and none is visible; use --backend tensorrt-rtx")
+            raise BackendError(
+                f"{backend}: it builds on the GPU it builds for, and none is visible; use --backend tensorrt-rtx"
+            )
         return
     if options.timing_cache is not None:
-        raise BackendError(f"timing-cache: {backend} has none, its timing cache operations do nothing; leave the option out")
+        raise BackendError(
+            f"timing-cache: {backend} has none, its timing cache operations do nothing; leave the option out"
+        )
     if options.version_compatible:
-        raise BackendError(f"version-compatible: {backend} comes without the lean runtime that such engines carry; use --backend tensorrt")
+        raise BackendError(
+            f"version-compatible: {backend} comes without the lean runtime that such engines carry; use --backend tensorrt"
+        )
     if options.hardware_compatibility != "none":
-        raise BackendError(f"hardware-compatibility: {backend} ignores it, its engines run on Ampere and newer RTX GPUs anyway; leave the option out")
+        raise BackendError(
+            f"hardware-compatibility: {backend} ignores it, its engines run on Ampere and newer RTX GPUs anyway; leave the option out"
+        )
     for name in ("strip_plan", "refit"):
         if getattr(options, name) and not gpus:
-            raise BackendError(f"{name.replace('_', '-')}: {backend} needs a GPU to build such an engine, and none is visible; leave the option out")
+            raise BackendError(
+                f"{name.replace('_', '-')}: {backend} needs a GPU to build such an engine, and none is visible; leave the option out"
+            )
 
 
 def apply_options(options: BuildOptions, trt: Any, config: Any) -> None:
@@ -107,5 +121,7 @@ def apply_options(options: BuildOptions, trt: Any, config: Any) -> None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib * 2**20)
     if options.builder_optimization_level is not None:
         config.builder_optimization_level = options.builder_optimization_level
-    config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
+    config.hardware_compatibility_level = getattr(
+        trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper()
+    )
     config.profiling_verbosity = getattr(trt.ProfilingVerbosity, options.profiling_verbosity.upper())

@@ -23,7 +23,9 @@ def check_weight_format(manifest: Manifest) -> None:
     """
     if manifest.weight_format is not None and not manifest.weight_format.symmetric:
         got = manifest.weight_format.dtype
-        raise BackendError(f"tensorrt: this bundle's weights are {got} with zero points, which its parser refuses; export with --weights {got[1:]}")
+        raise BackendError(
+            f"tensorrt: this bundle's weights are {got} with zero points, which its parser refuses; export with --weights {got[1:]}"
+        )
 
 
 def check_network(parsed: ParsedNetwork, manifest: Manifest | None = None) -> list[str]:
@@ -41,7 +43,9 @@ def check_network(parsed: ParsedNetwork, manifest: Manifest | None = None) -> li
     if manifest is not None:
         problems += _contract_problems(parsed, manifest)
     if problems:
-        raise CheckFailed(f"network: {parsed.backend} understood something else than was meant:\n  " + "\n  ".join(problems))
+        raise CheckFailed(
+            f"network: {parsed.backend} understood something else than was meant:\n  " + "\n  ".join(problems)
+        )
     _check_kernels(parsed)
     unknown = sorted(set(parsed.layer_types) - KNOWN_LAYERS)
     return [f"layer types outside the known list: {', '.join(unknown)}"] if unknown else []
@@ -64,18 +68,27 @@ def _cache_problems(parsed: ParsedNetwork) -> list[str]:
     shapes = {tensor.name: tensor.shape for tensor in parsed.inputs}
     for update in parsed.cache_updates:
         if not update.past_is_input:
-            problems.append(f"{update.name}: it updates {update.past}, expected an input of the network; a cache must be the caller's buffer")
+            problems.append(
+                f"{update.name}: it updates {update.past}, expected an input of the network; a cache must be the caller's buffer"
+            )
         elif -1 in shapes[update.past][1:]:
-            problems.append(f"{update.past}: its shape is {list(shapes[update.past])}, expected every axis but the batch fixed; fix the capacity")
+            problems.append(
+                f"{update.past}: its shape is {list(shapes[update.past])}, expected every axis but the batch fixed; fix the capacity"
+            )
         if not update.present_is_output:
-            problems.append(f"{update.name}: it puts out {update.present}, expected an output of the network at the cache's address")
+            problems.append(
+                f"{update.name}: it puts out {update.present}, expected an output of the network at the cache's address"
+            )
     return problems
 
 
 def _contract_problems(parsed: ParsedNetwork, manifest: Manifest) -> list[str]:
     contract, config = manifest.contract, manifest.config
     problems = []
-    for kind, specs, tensors in (("input", contract.inputs, parsed.inputs), ("output", contract.outputs, parsed.outputs)):
+    for kind, specs, tensors in (
+        ("input", contract.inputs, parsed.inputs),
+        ("output", contract.outputs, parsed.outputs),
+    ):
         expected = [(spec.name, spec.dtype) for spec in specs]
         got = [(tensor.name, tensor.dtype) for tensor in tensors]
         if got != expected:

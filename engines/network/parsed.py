@@ -11,30 +11,21 @@ from typing import Any
 import onnx
 
 from engines.library.backend import Backend
+from engines.library.tensorrt_logger import create_logger
 from exporter.common.errors import BackendError, CheckFailed
 from exporter.common.timing import timed
 
 log = logging.getLogger(__name__)
-
-DTYPE_NAMES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16", "INT64": "int64", "INT32": "int32", "BOOL": "bool", "INT8": "int8", "INT4": "int4"}
-
-
-def create_logger(trt: Any) -> Any:
-    """A logger for a TensorRT module that keeps what was said, by severity, and prints nothing."""
-
-    class Logger(trt.ILogger):
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-            self.warnings: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.ERROR:
-                self.errors.append(message.strip())
-            elif severity == trt.ILogger.WARNING:
-                self.warnings.append(message.strip())
-
-    return Logger()
+DTYPE_NAMES = {
+    "FLOAT": "fp32",
+    "HALF": "fp16",
+    "BF16": "bf16",
+    "INT64": "int64",
+    "INT32": "int32",
+    "BOOL": "bool",
+    "INT8": "int8",
+    "INT4": "int4",
+}
 
 
 @dataclass(frozen=True)
@@ -118,15 +109,25 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
     if not good:
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         reasons = [f"{error.node_name() or error.node_operator()}: {error.desc()}" for error in errors]
-        raise CheckFailed(f"{path}: {backend} does not parse it:\n  " + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"]))
+        raise CheckFailed(
+            f"{path}: {backend} does not parse it:\n  "
+            + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"])
+        )
     parsed = ParsedNetwork(backend, builder, network, parser, logger)
     try:
         parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
         parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
         _read_layers(parsed)
     except (RuntimeError, ValueError) as error:  # shapes that contradict each other show when they are asked for
-        raise CheckFailed(f"{path}: {backend} parses it and cannot tell its shapes ({error}): {' '.join(logger.errors[-1:])}") from None
-    log.info("%d layers, %d attentions, %d cache updates", network.num_layers, len(parsed.attention), len(parsed.cache_updates))
+        raise CheckFailed(
+            f"{path}: {backend} parses it and cannot tell its shapes ({error}): {' '.join(logger.errors[-1:])}"
+        ) from None
+    log.info(
+        "%d layers, %d attentions, %d cache updates",
+        network.num_layers,
+        len(parsed.attention),
+        len(parsed.cache_updates),
+    )
     return parsed
 
 
@@ -148,7 +149,9 @@ def _read_layers(parsed: ParsedNetwork) -> None:
             attention.append(_attention(layer))
         elif kind == "KV_CACHE_UPDATE":
             past, present = layer.get_input(0), layer.get_output(0)
-            updates.append(CacheUpdate(layer.name, past.name, present.name, past.is_network_input, present.is_network_output))
+            updates.append(
+                CacheUpdate(layer.name, past.name, present.name, past.is_network_input, present.is_network_output)
+            )
     parsed.attention, parsed.cache_updates = tuple(attention), tuple(updates)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import LARGEST_COUNT, short
-from exporter.spec.contract import BATCH, DEFAULT_CACHE_CAPACITY, SEQUENCE, TOTAL
+from exporter.spec.limits import DEFAULT_CACHE_CAPACITY
+from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL
 
 DEFAULT_MAX_BATCH = 4
 DEFAULT_MAX_SEQ_LEN = 512
@@ -39,7 +40,9 @@ class Profile:
         return {"name": self.name, "ranges": {name: r.to_dict() for name, r in self.ranges.items()}}
 
 
-def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int | None) -> list[Profile]:
+def default_profiles(
+    axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int | None
+) -> list[Profile]:
     """Two profiles over one engine: decode (T = 1) and prefill (T = 1 … max_seq_len), batch and total length dynamic.
 
     A graph without a sequence axis gets one.
@@ -68,13 +71,20 @@ def default_profiles(axes: Mapping[str, Sequence[int | str]], max_batch: int, ma
         )
     longest = max(DEFAULT_CACHE_CAPACITY, max_seq_len) if cache_capacity is None else cache_capacity
     batch, total = (1, max_batch, max_batch), (1, max(1, longest // 2), longest)
-    sequences = {"decode": (1, 1, 1), "prefill": (1, max_seq_len, max_seq_len)} if SEQUENCE in symbols else {"all": (1, 1, 1)}
-    return [Profile(name, _ranges(axes, {BATCH: batch, SEQUENCE: sequence, TOTAL: total})) for name, sequence in sequences.items()]
+    sequences = (
+        {"decode": (1, 1, 1), "prefill": (1, max_seq_len, max_seq_len)} if SEQUENCE in symbols else {"all": (1, 1, 1)}
+    )
+    return [
+        Profile(name, _ranges(axes, {BATCH: batch, SEQUENCE: sequence, TOTAL: total}))
+        for name, sequence in sequences.items()
+    ]
 
 
 def _ranges(axes: Mapping[str, Sequence[int | str]], sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
     return {
-        name: Range(*(tuple(sizes[axis][which] if isinstance(axis, str) else axis for axis in shape) for which in range(3)))
+        name: Range(
+            *(tuple(sizes[axis][which] if isinstance(axis, str) else axis for axis in shape) for which in range(3))
+        )
         for name, shape in axes.items()
     }
 
@@ -89,7 +99,9 @@ def parse_shapes(text: str) -> dict[str, Shape]:
     for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
         match = re.fullmatch(r"\s*([^\s\[\];,]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
         if match is None:
-            raise InputError(f"shapes: got {short(entry)}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy")
+            raise InputError(
+                f"shapes: got {short(entry)}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy"
+            )
         if match[1] in shapes:
             raise InputError(f"shapes: {match[1]} is given twice in {text!r}")
         if any(len(size) > 10 for size in re.findall(r"\d+", match[2] or match[3])):
@@ -98,7 +110,9 @@ def parse_shapes(text: str) -> dict[str, Shape]:
     return shapes
 
 
-def explicit_profiles(axes: Mapping[str, Sequence[int | str]], minima: Sequence[str], optima: Sequence[str], maxima: Sequence[str]) -> list[Profile]:
+def explicit_profiles(
+    axes: Mapping[str, Sequence[int | str]], minima: Sequence[str], optima: Sequence[str], maxima: Sequence[str]
+) -> list[Profile]:
     """Profiles from shapes that the user spelt out: the n-th of each list makes the n-th profile.
 
     Raises:
@@ -114,21 +128,29 @@ def explicit_profiles(axes: Mapping[str, Sequence[int | str]], minima: Sequence[
     ]
 
 
-def _explicit_ranges(axes: Mapping[str, Sequence[int | str]], texts: tuple[str, str, str], index: int) -> dict[str, Range]:
+def _explicit_ranges(
+    axes: Mapping[str, Sequence[int | str]], texts: tuple[str, str, str], index: int
+) -> dict[str, Range]:
     minima, optima, maxima = (parse_shapes(text) for text in texts)
     dynamic = {name for name, shape in axes.items() if any(isinstance(axis, str) for axis in shape)}
     for kind, shapes in (("min", minima), ("opt", optima), ("max", maxima)):
         unknown, missing = sorted(set(shapes) - set(axes)), sorted(dynamic - set(shapes))
         if unknown or missing:
-            raise InputError(f"profile {index} {kind}: unknown inputs {unknown}, missing inputs {missing}; the graph has {sorted(axes)}")
+            raise InputError(
+                f"profile {index} {kind}: unknown inputs {unknown}, missing inputs {missing}; the graph has {sorted(axes)}"
+            )
     ranges = {}
     for name, shape in axes.items():
         fixed = tuple(axis for axis in shape if isinstance(axis, int))  # all of it, where it may be left out
         r = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
         for size in (r.min, r.opt, r.max):
-            if len(size) != len(shape) or any(isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)):
+            if len(size) != len(shape) or any(
+                isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)
+            ):
                 raise InputError(f"profile {index} {name}: got shape {list(size)}, expected {list(shape)}")
-        if not all(1 <= low <= middle <= high <= LARGEST_COUNT for low, middle, high in zip(r.min, r.opt, r.max, strict=True)):
+        if not all(
+            1 <= low <= middle <= high <= LARGEST_COUNT for low, middle, high in zip(r.min, r.opt, r.max, strict=True)
+        ):
             got = f"min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}"
             raise InputError(f"profile {index} {name}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
         ranges[name] = r

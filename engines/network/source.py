@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from exporter.common.documents import is_inside, is_text
 from exporter.common.errors import BundleError, CheckFailed
 from exporter.spec.catalogue import short
-from exporter.spec.contract import CAPACITY
+from exporter.spec.tensors import CAPACITY
 
 LARGEST_BYTES = 2**31 - 1  # of a protobuf message
 Axes = dict[str, tuple[int | str, ...]]  # tensor name → number or symbol of each axis
@@ -32,7 +32,9 @@ def load_source(path: Path) -> onnx.ModelProto:
     if not path.is_file() or not is_text(path):
         raise BundleError(f"{path}: no such file, or a path that is not valid UTF-8")
     if path.stat().st_size > LARGEST_BYTES:
-        raise BundleError(f"{path}: it has {path.stat().st_size:,} bytes, expected less than 2 GiB as of any ONNX file; keep its weights beside it")
+        raise BundleError(
+            f"{path}: it has {path.stat().st_size:,} bytes, expected less than 2 GiB as of any ONNX file; keep its weights beside it"
+        )
     try:
         model = onnx.load(path, load_external_data=False)
     except DecodeError as error:
@@ -45,7 +47,9 @@ def load_source(path: Path) -> onnx.ModelProto:
         raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
     for node in model.graph.node:
         if not any(node.output) or (node.op_type == "TensorScatter" and not node.input):
-            raise BundleError(f"{path}: the node {short(node.name)} ({short(node.op_type)}) reads or makes nothing; the file is damaged")
+            raise BundleError(
+                f"{path}: the node {short(node.name)} ({short(node.op_type)}) reads or makes nothing; the file is damaged"
+            )
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             _check_external(path, tensor)
@@ -59,11 +63,16 @@ def _check_functions(path: Path, model: onnx.ModelProto) -> None:
     Raises:
         BundleError: names one.
     """
-    calls = {_key(each.domain, each.name): {_key(node.domain, node.op_type) for node in _nodes(each.node)} for each in model.functions}
+    calls = {
+        _key(each.domain, each.name): {_key(node.domain, node.op_type) for node in _nodes(each.node)}
+        for each in model.functions
+    }
     try:
         graphlib.TopologicalSorter(calls).prepare()
     except graphlib.CycleError as error:
-        raise BundleError(f"{path}: its function {short(error.args[1][0][1])} calls itself, which ONNX does not allow; the file is damaged") from None
+        raise BundleError(
+            f"{path}: its function {short(error.args[1][0][1])} calls itself, which ONNX does not allow; the file is damaged"
+        ) from None
 
 
 def _key(domain: str, name: str) -> tuple[str, str]:
@@ -103,14 +112,22 @@ def _check_external(path: Path, tensor: onnx.TensorProto) -> None:
     data = path.parent / location
     if len(where) != len(tensor.external_data):
         raise BundleError(f"{path}: the place of {name} is given twice; the file is damaged")
-    if not location or "\0" in location or Path(location).is_absolute() or ".." in Path(location).parts or not is_inside(data, path.parent):
+    if (
+        not location
+        or "\0" in location
+        or Path(location).is_absolute()
+        or ".." in Path(location).parts
+        or not is_inside(data, path.parent)
+    ):
         raise BundleError(f"{path}: the data of {name} is at {location[:80]!r}, expected a file in the same folder")
     if not data.is_file():
         raise BundleError(f"{path}: the data of {name} is missing: no {location} beside it; restore it or export again")
     size = data.stat().st_size
     offset, length = _place(path, name, where, "offset", 0), _place(path, name, where, "length", size)
     if size < offset + length:
-        raise BundleError(f"{path}: {location} has {size:,} bytes and {name} ends at {offset + length:,}; it was truncated")
+        raise BundleError(
+            f"{path}: {location} has {size:,} bytes and {name} ends at {offset + length:,}; it was truncated"
+        )
 
 
 def _place(path: Path, name: str, where: dict[str, str], key: str, default: int) -> int:
@@ -125,7 +142,9 @@ def _place(path: Path, name: str, where: dict[str, str], key: str, default: int)
 def input_axes(model: onnx.ModelProto) -> Axes:
     """The axes of every graph input: numbers, and symbols by name ("" where an axis is dynamic and has none)."""
     return {
-        value.name: tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in value.type.tensor_type.shape.dim)
+        value.name: tuple(
+            dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in value.type.tensor_type.shape.dim
+        )
         for value in model.graph.input
     }
 
@@ -138,7 +157,11 @@ def check_cache_axes(path: Path, model: onnx.ModelProto) -> None:
     """
     axes = input_axes(model)
     caches = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter" and node.input[0] in axes]
-    problems = [f"{name}: got axes {list(axes[name])}" for name in caches if any(isinstance(axis, str) for axis in axes[name][1:])]
+    problems = [
+        f"{name}: got axes {list(axes[name])}"
+        for name in caches
+        if any(isinstance(axis, str) for axis in axes[name][1:])
+    ]
     if problems:
         raise CheckFailed(
             f"{path}: TensorRT updates only caches of a fixed capacity, expected a number at every axis but the batch; name the axis "
@@ -167,16 +190,24 @@ def _misread(node: onnx.NodeProto, graph: onnx.GraphProto) -> list[str]:
     attributes = {attribute.name: attribute for attribute in node.attribute}
     problems = []
     if inputs[6]:
-        problems.append(f"it has nonpad_kv_seqlen, which TensorRT's parser drops; use an explicit mask. With is_causal, {_UPPER_LEFT}")
+        problems.append(
+            f"it has nonpad_kv_seqlen, which TensorRT's parser drops; use an explicit mask. With is_causal, {_UPPER_LEFT}"
+        )
     if inputs[4] or inputs[5]:
-        problems.append("it has past inputs, which TensorRT's parser refuses; update the cache with TensorScatter and pass all keys")
+        problems.append(
+            "it has past inputs, which TensorRT's parser refuses; update the cache with TensorScatter and pass all keys"
+        )
     if len(node.output) > 1:
-        problems.append(f"it has {len(node.output)} outputs, of which TensorRT's parser allows one; compute present outside")
+        problems.append(
+            f"it has {len(node.output)} outputs, of which TensorRT's parser allows one; compute present outside"
+        )
     for name in ("softcap", "softmax_precision"):
         if name in attributes and (name != "softcap" or attributes[name].f):
             problems.append(f"it has {name}, which TensorRT's parser refuses")
     if "is_causal" in attributes and attributes["is_causal"].i and not inputs[6] and not _equal_lengths(inputs, graph):
-        problems.append(f"it has is_causal over keys that may be longer than the queries; {_UPPER_LEFT}; use an explicit mask")
+        problems.append(
+            f"it has is_causal over keys that may be longer than the queries; {_UPPER_LEFT}; use an explicit mask"
+        )
     return problems
 
 
@@ -188,4 +219,8 @@ def _equal_lengths(inputs: list[str], graph: onnx.GraphProto) -> bool:
         if value.name in inputs[:2] and len(dims) in (3, 4):
             length = dims[-2]
             lengths.append((value.name, length.dim_param or length.dim_value))
-    return len({name for name, _ in lengths}) == len(set(inputs[:2])) and len({length for _, length in lengths}) == 1 and bool(lengths[0][1])
+    return (
+        len({name for name, _ in lengths}) == len(set(inputs[:2]))
+        and len({length for _, length in lengths}) == 1
+        and bool(lengths[0][1])
+    )

@@ -11,11 +11,12 @@ import numpy as np
 
 from engines.library.cuda import Cuda
 from engines.library.dlpack import DeviceTensor
-from engines.running.tensorrt_stepper import TensorRTStepper, find_engine, open_tensorrt
+from engines.running.choose_engine import find_engine
+from engines.running.tensorrt_stepper import TensorRTStepper, open_tensorrt
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
 from exporter.common.errors import BundleError
-from exporter.spec.contract import Contract
+from exporter.spec.tensors import Contract
 from exporter.steppers.parts_stepper import PartsCache, PartsStepper, open_parts
 from exporter.steppers.protocol import OnDevice
 
@@ -60,7 +61,9 @@ def find_engines(bundle: Bundle, cache_capacity: int | None, verify: str = "grap
     records = [find_engine(part, cache_capacity, verify) for part in bundle.parts]
     capacities = sorted({record.decode_capacity() for record in records})
     if len(capacities) > 1:
-        raise BundleError(f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again")
+        raise BundleError(
+            f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again"
+        )
     return records
 
 

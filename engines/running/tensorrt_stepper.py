@@ -13,87 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from engines.building.publishing import check_engine, check_lineage, check_runnable
 from engines.library.backend import choose_backend
 from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
-from engines.library.gpu import visible_gpus
-from engines.network.parsed import create_logger, dtype_name
+from engines.library.tensorrt_logger import create_logger
+from engines.network.parsed import dtype_name
+from engines.running.device_cache import DeviceCache, free_all
 from exporter.bundle.bundle import Bundle
-from exporter.bundle.engine_records import EngineRecord, file_problem, read_records
+from exporter.bundle.engine_records import EngineRecord
 from exporter.common.errors import BackendError, BundleError, InputError
-from exporter.spec.contract import BATCH, CAPACITY, Contract, TensorSpec, numpy_dtype
-from exporter.steppers.protocol import Cache, OnDevice, Stepper
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import BATCH, CAPACITY, Contract, TensorSpec
+from exporter.steppers.protocol import OnDevice, Stepper
 
 log = logging.getLogger(__name__)
-
 GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
 MAX_GRAPHS = 32
-
-
-class DeviceCache(Cache):
-    """A cache in device memory: one 256-byte-aligned buffer for each cache tensor, [rows, K, C, D] in the bundle's dtype.
-
-    Attributes:
-        addresses: of each cache tensor, in the contract's order.
-    """
-
-    def __init__(self, cuda: Cuda, specs: Sequence[TensorSpec], n_rows: int, capacity: int) -> None:
-        self.n_rows, self.capacity = n_rows, capacity
-        self._cuda, self._specs = cuda, specs
-        self.addresses: list[int] = []
-        try:
-            for spec in specs:
-                self.addresses.append(cuda.allocate(n_rows * self._row_bytes(spec)))
-        except BaseException:
-            self.free()
-            raise
-
-    def _row_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        return spec.shape({BATCH: self.n_rows, CAPACITY: self.capacity})[1:]
-
-    def _token_bytes(self, spec: TensorSpec) -> int:
-        return self._row_shape(spec)[2] * numpy_dtype(spec.dtype).itemsize
-
-    def _row_bytes(self, spec: TensorSpec) -> int:
-        return math.prod(self._row_shape(spec)) * numpy_dtype(spec.dtype).itemsize
-
-    def row_addresses(self, row: int) -> list[int]:
-        """Where a row begins in each tensor: what a step over rows from there on binds."""
-        return [address + row * self._row_bytes(spec) for address, spec in zip(self.addresses, self._specs, strict=True)]
-
-    def zero(self, row: int, start: int, stop: int) -> None:
-        if stop <= start:
-            return
-        for address, spec in zip(self.row_addresses(row), self._specs, strict=True):
-            token = self._token_bytes(spec)
-            self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, self._row_shape(spec)[0])
-        self._cuda.synchronize()
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        if length == 0:
-            return
-        for to, at, spec in zip(self.row_addresses(destination), self.row_addresses(source), self._specs, strict=True):
-            token = self._token_bytes(spec)
-            self._cuda.copy(to, at, self.capacity * token, length * token, self._row_shape(spec)[0])
-        self._cuda.synchronize()
-
-    def read(self, row: int, length: int) -> list[np.ndarray]:
-        whole = [np.empty(self._row_shape(spec), numpy_dtype(spec.dtype)) for spec in self._specs]
-        for array, address in zip(whole, self.row_addresses(row), strict=True):
-            self._cuda.download(array, address)
-        self._cuda.synchronize()
-        return [np.ascontiguousarray(array[:, :length]) for array in whole]
-
-    def write(self, row: int, tensors: list[np.ndarray]) -> None:
-        whole = self.read(row, self.capacity)
-        for array, tensor, address in zip(whole, tensors, self.row_addresses(row), strict=True):
-            array[:, : tensor.shape[1]] = tensor
-            self._cuda.upload(address, array)
-        self._cuda.synchronize()
-
-    def free(self) -> None:
-        _free_all(self._cuda, self.addresses)
 
 
 @dataclass(frozen=True)
@@ -123,11 +58,15 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self.contract = bundle.manifest.contract
         self.cache_capacity = record.decode_capacity()
         self.cuda_graphs = cuda_graphs
-        self.description = f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
+        self.description = (
+            f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
+        )
         self._trt, self._cuda = trt, cuda
         self._buffers: dict[str, int] = {}
         self._followed: set[str] = set()  # inputs that lie in another part's buffer
-        self._graphs: OrderedDict[tuple, tuple[Any, Any]] = OrderedDict()  # (profile, B, L, cache addresses) → (graph, its context)
+        self._graphs: OrderedDict[tuple, tuple[Any, Any]] = (
+            OrderedDict()
+        )  # (profile, B, L, cache addresses) → (graph, its context)
         self._logger = create_logger(trt)
         try:
             self._load(bundle, record)
@@ -141,7 +80,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
-            raise BundleError(f"engine {record.file}: it does not load: {' '.join(self._logger.errors[-1:]) or 'no reason given'}")
+            raise BundleError(
+                f"engine {record.file}: it does not load: {' '.join(self._logger.errors[-1:]) or 'no reason given'}"
+            )
         self._pairs = _cache_pairs(self._engine, self.contract)
         self._check_tensors(record)
         self._profiles = range(self._engine.num_optimization_profiles)
@@ -174,29 +115,44 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             raise BundleError(f"engine {record.file}: its tensors {wrong} are not those of the bundle; build again")
 
     def _profile_ranges(self, index: int) -> dict[str, list[tuple[int, ...]]]:
-        return {spec.name: [tuple(shape) for shape in self._engine.get_tensor_profile_shape(spec.name, index)] for spec in self.contract.inputs}
+        return {
+            spec.name: [tuple(shape) for shape in self._engine.get_tensor_profile_shape(spec.name, index)]
+            for spec in self.contract.inputs
+        }
 
     def _largest_bytes(self, spec: TensorSpec) -> int:
-        sizes = {"batch_size": self.max_batch, "sequence_length": self.max_seq_len, "total_sequence_length": self.cache_capacity}
+        sizes = {
+            "batch_size": self.max_batch,
+            "sequence_length": self.max_seq_len,
+            "total_sequence_length": self.cache_capacity,
+        }
         return -(-math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _new_context(self, profile: int) -> Any:
         context = self._engine.create_execution_context()
         if context is None:
-            raise BackendError(f"{self.description}: it cannot create an execution context: {' '.join(self._logger.errors[-1:])}")
+            raise BackendError(
+                f"{self.description}: it cannot create an execution context: {' '.join(self._logger.errors[-1:])}"
+            )
         if not context.set_optimization_profile_async(profile, self._cuda.stream):
-            raise BackendError(f"{self.description}: it refuses profile {profile}: {' '.join(self._logger.errors[-1:])}")
+            raise BackendError(
+                f"{self.description}: it refuses profile {profile}: {' '.join(self._logger.errors[-1:])}"
+            )
         self._cuda.synchronize()
         return context
 
     def new_cache(self, n_rows: int, capacity: int) -> DeviceCache:
         if capacity != self.cache_capacity:
-            raise InputError(f"cache_capacity: got {capacity}, expected {self.cache_capacity}, which the engine was built for")
+            raise InputError(
+                f"cache_capacity: got {capacity}, expected {self.cache_capacity}, which the engine was built for"
+            )
         return DeviceCache(self._cuda, self.contract.cache_specs, n_rows, capacity)
 
     # --- steps -----------------------------------------------------------------------------------------------------------
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: DeviceCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: DeviceCache | None = None, first_row: int = 0
+    ) -> dict[str, np.ndarray]:
         assert cache is not None, "only units with a cache are stepped in an engine"
         outputs = {}
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
@@ -205,7 +161,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._cuda.synchronize()
         return outputs
 
-    def run_on_device(self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int = 0) -> dict[str, DeviceTensor]:
+    def run_on_device(
+        self, feeds: Mapping[str, np.ndarray | DeviceRows], cache: DeviceCache, first_row: int = 0
+    ) -> dict[str, DeviceTensor]:
         outputs = {}
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
             n_bytes = math.prod(shape) * dtype.itemsize
@@ -234,7 +192,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._cuda.synchronize()
         return array
 
-    def _step(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    def _step(
+        self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int
+    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Queues a step; returns dtype and shape of each output, which its buffer holds once the stream is done."""
         inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
         batch, seq_len = inputs["position_ids"].shape
@@ -253,9 +213,16 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             else:
                 self._cuda.upload(self._buffers[name], x)
         addresses = cache.row_addresses(first_row)
-        context = self._replay(profile, shapes, addresses) if captured else self._enqueue(self._contexts[profile], shapes, addresses)
+        context = (
+            self._replay(profile, shapes, addresses)
+            if captured
+            else self._enqueue(self._contexts[profile], shapes, addresses)
+        )
         self._in_flight = inputs  # uploads read host memory until the stream is synchronized
-        return {spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name))) for spec in self.contract.step_outputs}
+        return {
+            spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name)))
+            for spec in self.contract.step_outputs
+        }
 
     def _gather(self, buffer: int, x: DeviceRows) -> None:
         """Queues copies of rows on the device into one zero-padded batch."""
@@ -273,9 +240,13 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         for index, ranges in enumerate(self._ranges):
             if all(_inside(shape, ranges[name]) for name, shape in shapes.items()):
                 return index
-        name, shape = next((n, s) for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges))
+        name, shape = next(
+            (n, s) for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges)
+        )
         allowed = " or ".join(f"{list(ranges[name][0])} to {list(ranges[name][2])}" for ranges in self._ranges)
-        raise InputError(f"{name}: got shape {list(shape)}, expected {allowed}, the engine's profiles; send less at once or build for more")
+        raise InputError(
+            f"{name}: got shape {list(shape)}, expected {allowed}, the engine's profiles; send less at once or build for more"
+        )
 
     def _enqueue(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
         """Sets every shape and address, checks that TensorRT has all it needs, and queues the step."""
@@ -299,7 +270,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
 
     def _check(self, good: bool, call: str) -> None:
         if not good:
-            raise RuntimeError(f"{self.description}: {call} failed: {' '.join(self._logger.errors[-1:]) or 'no reason given'}")
+            raise RuntimeError(
+                f"{self.description}: {call} failed: {' '.join(self._logger.errors[-1:]) or 'no reason given'}"
+            )
 
     def _replay(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
         """Runs a decode step as a graph, captured on its first use for this batch, bucket and place in the cache.
@@ -312,7 +285,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             if len(self._graphs) >= MAX_GRAPHS:
                 self._drop_graph(next(iter(self._graphs)))
             context = self._new_context(profile)
-            self._enqueue(context, shapes, addresses)  # a first run outside of capture settles what TensorRT does lazily
+            self._enqueue(
+                context, shapes, addresses
+            )  # a first run outside of capture settles what TensorRT does lazily
             self._cuda.synchronize()
             self._graphs[key] = (self._cuda.capture(lambda: self._execute(context)), context)
             return context
@@ -331,7 +306,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         with contextlib.ExitStack() as freeing:  # what cannot be freed keeps nothing else
             own = [address for name, address in self._buffers.items() if name not in self._followed]
             self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
-            freeing.callback(_free_all, self._cuda, own)
+            freeing.callback(free_all, self._cuda, own)
             for key in list(self._graphs):
                 freeing.callback(self._drop_graph, key)
 
@@ -339,13 +314,6 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         with contextlib.ExitStack() as closing:
             closing.callback(self._cuda.close)
             self.free()
-
-
-def _free_all(cuda: Cuda, addresses: list[int]) -> None:
-    """Frees buffers and empties the list; one that cannot be freed keeps none of the others."""
-    with contextlib.ExitStack() as freeing:
-        while addresses:
-            freeing.callback(cuda.free, addresses.pop())
 
 
 def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
@@ -373,47 +341,6 @@ def _padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:
 def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
     low, _, high = limits
     return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
-
-
-# --- choosing an engine --------------------------------------------------------------------------------------------------
-
-
-def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
-    """The engine of a bundle that can be used here.
-
-    Args:
-        bundle: an opened bundle.
-        cache_capacity: what the caller asked for; None takes any.
-        verify: "full" takes the engine's checksum too; it holds weights of its own.
-
-    Raises:
-        BackendError: there is none; says why for each that there is.
-        BundleError: the one to use is not the file that was built, found by a full check; another would be a silent substitute.
-    """
-    gpus = visible_gpus()
-    if not gpus:
-        raise BackendError("backend tensorrt: no GPU is visible; use --backend onnxruntime")
-    reasons = []
-    for record in read_records(bundle.folder):
-        try:
-            check_engine(bundle.folder, record)
-            check_lineage(bundle, record)
-            backend = choose_backend(record.backend)
-            check_runnable(record, backend.name, backend.version, gpus)
-            capacity = record.decode_capacity()
-        except InputError as error:
-            reasons.append(str(error))
-            continue
-        if cache_capacity not in (None, capacity):
-            reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
-            continue
-        if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
-            raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
-        log.info("engine %s: chosen, %s %s, cache capacity %s", record.file, record.backend, record.version, record.cache_capacity)
-        return record
-    raise BackendError(
-        "backend tensorrt: " + ("; ".join(reasons) or f"bundle {bundle.folder} has no engine; build one with `python -m engines build`")
-    )
 
 
 def open_tensorrt(bundle: Bundle, record: EngineRecord, cuda: Cuda, cuda_graphs: bool = True) -> TensorRTStepper:

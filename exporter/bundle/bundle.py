@@ -70,10 +70,18 @@ class Bundle:
             if _written(bundle.folder / MANIFEST_FILE) == bundle.written:
                 break  # else an export has replaced the folder since its manifest was read
         if damaged:
-            raise BundleError(together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in damaged.items()]))
+            raise BundleError(
+                together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in damaged.items()])
+            )
         for name, problem in misshapen.items():
             raise BundleError(f"{bundle.folder / name}: {problem}; export the bundle again")
-        log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, bundle.manifest.unit, bundle.manifest.dtype, bundle.manifest.weights_bytes / 2**20)
+        log.info(
+            "%s: %s, %s, weights of %.1f MiB",
+            bundle.folder,
+            bundle.manifest.unit,
+            bundle.manifest.dtype,
+            bundle.manifest.weights_bytes / 2**20,
+        )
         return bundle
 
     @classmethod
@@ -89,9 +97,17 @@ class Bundle:
         folder = Path(folder)
         path = folder / MANIFEST_FILE
         if not is_text(folder):
-            raise BundleError(f"bundle {folder}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; rename it")
+            raise BundleError(
+                f"bundle {folder}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; rename it"
+            )
         if not path.is_file():
-            what = "no such folder" if not folder.exists() else "not a folder" if not folder.is_dir() else f"it holds no {MANIFEST_FILE}"
+            what = (
+                "no such folder"
+                if not folder.exists()
+                else "not a folder"
+                if not folder.is_dir()
+                else f"it holds no {MANIFEST_FILE}"
+            )
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         written = _written(path)
         return cls(folder, Manifest.read(folder), written=written)
@@ -104,7 +120,9 @@ class Bundle:
         """
         whole = self.whole or self
         if whole.written is not None and _written(whole.folder / MANIFEST_FILE) != whole.written:
-            raise BundleError(f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again")
+            raise BundleError(
+                f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again"
+            )
 
     def problems(self, verify: str) -> tuple[dict[str, str], dict[str, str]]:
         """What is wrong with the files that the manifest lists, and in what graphs are not of the form of exports, both by name.
@@ -119,7 +137,9 @@ class Bundle:
         damaged = self.file_problems(graphs)
         misshapen = self._form_problems(damaged)
         if verify == "full":
-            others = [name for name in self.manifest.files if name not in graphs and graph_beside(name) not in misshapen]
+            others = [
+                name for name in self.manifest.files if name not in graphs and graph_beside(name) not in misshapen
+            ]
             damaged |= self.file_problems(others)
         return damaged, misshapen
 
@@ -154,7 +174,9 @@ class Bundle:
                     problems[name] = "is a link that leads out of the folder; put the file itself there"
                     continue
                 if (size := path.stat().st_size) != entry["size_bytes"]:
-                    problems[name] = f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                    problems[name] = (
+                        f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                    )
                 elif graph_beside(name) == name and size > LARGEST_BYTES:
                     problems[name] = f"has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again"
                 elif name in checksums and sha256_of(path) != entry["sha256"]:
@@ -168,7 +190,10 @@ class Bundle:
         """The bundle itself, or one bundle for each part where the unit lies in several graphs."""
         if not self.manifest.parts:
             return [self]
-        return [Bundle(self.folder / part_folder(index), self.manifest.of_part(index), self) for index in range(len(self.manifest.parts))]
+        return [
+            Bundle(self.folder / part_folder(index), self.manifest.of_part(index), self)
+            for index in range(len(self.manifest.parts))
+        ]
 
     @property
     def largest_engine(self) -> int:
@@ -196,11 +221,17 @@ class Bundle:
         try:
             report = read_document(path)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); {_REPORT_REMEDY.format(self.folder)}") from None
+            raise BundleError(
+                f"{path}: not JSON that can be read ({str(error)[:300]}); {_REPORT_REMEDY.format(self.folder)}"
+            ) from None
         if not isinstance(report, dict):
-            raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}")
+            raise BundleError(
+                f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}"
+            )
         if not isinstance(report.get("validation", {}), dict):
-            raise BundleError(f"{path}: got {short(report['validation'])} at validation, expected an object; {_REPORT_REMEDY.format(self.folder)}")
+            raise BundleError(
+                f"{path}: got {short(report['validation'])} at validation, expected an object; {_REPORT_REMEDY.format(self.folder)}"
+            )
         return report
 
 

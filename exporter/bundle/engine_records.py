@@ -63,7 +63,9 @@ class EngineRecord:
             BundleError: it has none.
         """
         if self.cache_capacity is None:
-            raise BundleError(f"engine {self.file}: its record has no cache_capacity, expected a number to decode with; build again")
+            raise BundleError(
+                f"engine {self.file}: its record has no cache_capacity, expected a number to decode with; build again"
+            )
         return self.cache_capacity
 
 
@@ -126,7 +128,10 @@ def _typed(record: EngineRecord) -> EngineRecord:
         raise TypeError("a dtype is no text")
     if set(record.options) != set(OPTION_KEYS):
         raise TypeError(f"options {sorted(set(record.options) ^ set(OPTION_KEYS))} are unknown or missing")
-    if not all(0 <= value < 2**63 for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)):
+    if not all(
+        0 <= value < 2**63
+        for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)
+    ):
         raise TypeError("it holds numbers that nothing can have")
     for profile in record.profiles:
         _check_profile(profile)

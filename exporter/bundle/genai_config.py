@@ -15,7 +15,9 @@ def genai_config(config: ModelConfig, max_positions: int, end_token_ids: tuple[i
     return {
         "model": {
             "type": "llama",
-            "bos_token_id": end[0] if end else 0,  # genai wants one; prompts are encoded by the tokenizer, which adds its own
+            "bos_token_id": end[0]
+            if end
+            else 0,  # genai wants one; prompts are encoded by the tokenizer, which adds its own
             "eos_token_id": end[0] if len(end) == 1 else end,
             "pad_token_id": end[0] if end else 0,
             "context_length": max_positions,
@@ -35,7 +37,11 @@ def genai_config(config: ModelConfig, max_positions: int, end_token_ids: tuple[i
                     "past_key_names": "past_key_values.%d.key",
                     "past_value_names": "past_key_values.%d.value",
                 },
-                "outputs": {"logits": "logits", "present_key_names": "present.%d.key", "present_value_names": "present.%d.value"},
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
             },
         },
         "search": {"max_length": max_positions, "past_present_share_buffer": False, "do_sample": False},

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from exporter.bundle.manifest import DATA_FILE, Manifest
 from exporter.common.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
-from exporter.spec.contract import DTYPES, ONNX_NAMES, ONNX_TYPES, OPSET, QUANTIZED_PARTS, WEIGHT_FORMATS, TensorSpec, stored_bytes
+from exporter.spec.dtypes import DTYPES, ONNX_NAMES, ONNX_TYPES, stored_bytes
+from exporter.spec.tensors import OPSET, TensorSpec
+from exporter.spec.weight_formats import QUANTIZED_PARTS, WEIGHT_FORMATS
 
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
 OPERATORS = {
@@ -72,9 +74,13 @@ def check_graph_form(path: Path, manifest: Manifest) -> None:
     n_layers = len(manifest.contract.inputs) // 2 + EDGE_LAYERS
     size = path.stat().st_size
     if size > BYTES_PER_LAYER * n_layers:
-        raise ValueError(f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs")
+        raise ValueError(
+            f"it has {size:,} bytes, expected at most {BYTES_PER_LAYER * n_layers:,} for a graph of these inputs"
+        )
     try:
-        _Form(manifest, (path.parent / DATA_FILE).stat().st_size, NODES_PER_LAYER * n_layers).model(memoryview(path.read_bytes()))
+        _Form(manifest, (path.parent / DATA_FILE).stat().st_size, NODES_PER_LAYER * n_layers).model(
+            memoryview(path.read_bytes())
+        )
     except ValueError as error:
         raise ValueError(f"it is not a graph as an export writes it ({str(error)[:300]})") from None
 
@@ -92,9 +98,16 @@ class _Form:
             if number == 7:
                 graphs.append(_message(kind, value))
             elif number == 8:
-                opsets.append({n: text(k, v) if n == 1 else _number(k, v) for n, k, v in _allowed("opset", _message(kind, value), {1, 2})})
+                opsets.append(
+                    {
+                        n: text(k, v) if n == 1 else _number(k, v)
+                        for n, k, v in _allowed("opset", _message(kind, value), {1, 2})
+                    }
+                )
         if len(graphs) != 1 or [(o.get(1, ""), o.get(2)) for o in opsets] != [("", OPSET)]:
-            raise ValueError(f"{len(graphs)} graphs and operator sets {opsets}, expected one graph at the default domain's {OPSET}")
+            raise ValueError(
+                f"{len(graphs)} graphs and operator sets {opsets}, expected one graph at the default domain's {OPSET}"
+            )
         self._graph(graphs[0])
 
     def _graph(self, data: memoryview) -> None:
@@ -108,10 +121,14 @@ class _Form:
             elif number in values:
                 values[number].append(_value(_message(kind, value)))
             if max(len(nodes), len(tensors), len(values[13])) > self._most_nodes:
-                raise ValueError(f"over {self._most_nodes} nodes, weights or values, more than a graph of these inputs has")
+                raise ValueError(
+                    f"over {self._most_nodes} nodes, weights or values, more than a graph of these inputs has"
+                )
         ends = [_decimal(tensor.external["offset"]) + tensor.n_bytes for tensor in tensors if tensor.external]
         if max(ends, default=0) != self._data_bytes:
-            raise ValueError(f"its weights end at {max(ends, default=0):,}, expected {self._data_bytes:,}, the end of {DATA_FILE}")
+            raise ValueError(
+                f"its weights end at {max(ends, default=0):,}, expected {self._data_bytes:,}, the end of {DATA_FILE}"
+            )
         for what, number, specs in (("inputs", 11, self._contract.inputs), ("outputs", 12, self._contract.outputs)):
             if values[number] != list(specs):
                 raise ValueError(f"its {what} are not those of the manifest")
@@ -122,9 +139,13 @@ class _Form:
     def _weights_in_integers(self, nodes: list[_Node], tensors: dict[str, _Tensor]) -> None:
         """Each is made by one DequantizeLinear of tensors that nothing else reads, and there are no such tensors besides."""
         own = {part for node in nodes if node.operator == "DequantizeLinear" for part in self._parts(node, tensors)}
-        read_elsewhere = own.intersection(name for node in nodes if node.operator != "DequantizeLinear" for name in node.inputs)
+        read_elsewhere = own.intersection(
+            name for node in nodes if node.operator != "DequantizeLinear" for name in node.inputs
+        )
         if read_elsewhere:
-            raise ValueError(f"{min(read_elsewhere)[:80]} is read by another node than the DequantizeLinear that it belongs to")
+            raise ValueError(
+                f"{min(read_elsewhere)[:80]} is read by another node than the DequantizeLinear that it belongs to"
+            )
         for name in tensors.keys() - own:
             if ONNX_NAMES[tensors[name].kind] in WEIGHT_FORMATS or name.rpartition(".")[2] in QUANTIZED_PARTS:
                 raise ValueError(f"{name[:80]} is part of a weight in integers, and no DequantizeLinear reads it")
@@ -137,8 +158,13 @@ class _Form:
         weight_format = weight_format.of(name)
         integers = tensors.get(f"{name}.integers", _Tensor()).dims
         if len(integers) != 2 or integers[0] % weight_format.block_size:
-            raise ValueError(f"{name[:80]}.integers: dims {integers[:8]}, expected a matrix of whole blocks of {weight_format.block_size}")
-        expected = {f"{name}.{part}": tensor for part, tensor in weight_format.tensors((integers[0], integers[1]), self._manifest.dtype).items()}
+            raise ValueError(
+                f"{name[:80]}.integers: dims {integers[:8]}, expected a matrix of whole blocks of {weight_format.block_size}"
+            )
+        expected = {
+            f"{name}.{part}": tensor
+            for part, tensor in weight_format.tensors((integers[0], integers[1]), self._manifest.dtype).items()
+        }
         if node.inputs != list(expected) or len(node.outputs) != 1:
             raise ValueError(f"{name[:80]} is made of {node.inputs[:4]}, expected {list(expected)}")
         attributes = {"axis": 0, "block_size": weight_format.block_size}
@@ -159,7 +185,9 @@ class _Form:
         for node in nodes:
             missing = [name for name in node.inputs if name and name not in known]
             if missing or known.intersection(node.outputs) or "" in node.outputs or not node.outputs:
-                raise ValueError(f"a node reads {missing[:3]} and makes {node.outputs[:3]}: each value is made once and then read")
+                raise ValueError(
+                    f"a node reads {missing[:3]} and makes {node.outputs[:3]}: each value is made once and then read"
+                )
             known.update(node.outputs)
         if not known.issuperset(spec.name for spec in self._contract.outputs):
             raise ValueError("no node makes some of its outputs")
@@ -309,6 +337,8 @@ def _value(data: memoryview) -> TensorSpec:
 
 def _axis(data: int | memoryview) -> int | str:
     axis: int | str = ""
-    for number, kind, value in _allowed("axis", _message(BYTES if isinstance(data, memoryview) else VARINT, data), {1, 2}):
+    for number, kind, value in _allowed(
+        "axis", _message(BYTES if isinstance(data, memoryview) else VARINT, data), {1, 2}
+    ):
         axis = _number(kind, value) if number == 1 else text(kind, value)
     return axis

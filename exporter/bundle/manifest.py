@@ -15,22 +15,10 @@ from exporter import __version__
 from exporter.common.documents import parse_document, read_document, to_json
 from exporter.common.errors import BundleError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
-from exporter.spec.contract import (
-    CACHES,
-    COMPONENTS,
-    DTYPES,
-    LOGITS,
-    OPSET,
-    UNIT_KINDS,
-    Bounds,
-    Contract,
-    TensorSpec,
-    Unit,
-    WeightFormat,
-    graph_contract,
-    part_bounds,
-    part_contract,
-)
+from exporter.spec.dtypes import DTYPES
+from exporter.spec.tensors import OPSET, Contract, TensorSpec, graph_contract, part_contract
+from exporter.spec.unit import CACHES, COMPONENTS, LOGITS, UNIT_KINDS, Bounds, Unit, part_bounds
+from exporter.spec.weight_formats import WeightFormat
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
@@ -47,7 +35,10 @@ MANIFEST_KEYS = (
 UNIT_KEYS, CONFIG_KEYS, ROPE_SCALING_KEYS, TENSOR_KEYS, WEIGHT_FORMAT_KEYS = (
     tuple(field.name for field in fields(kind)) for kind in (Unit, ModelConfig, RopeScaling, TensorSpec, WeightFormat)
 )
-ADDED_KEYS: dict[str, Any] = {"parts": [], "weight_format": None}  # within format 1, with what held before; older manifests lack them
+ADDED_KEYS: dict[str, Any] = {
+    "parts": [],
+    "weight_format": None,
+}  # within format 1, with what held before; older manifests lack them
 ADDED_UNIT_KEYS = {"cache": "in_place"}
 WEIGHTS_KEYS = {"random": ("source", "seed"), "checkpoint": ("source",)}
 FILE_KEYS = ("size_bytes", "sha256")
@@ -162,7 +153,9 @@ class Manifest:
         try:
             data = read_document(path)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); export the bundle again") from None
+            raise BundleError(
+                f"{path}: not JSON that can be read ({str(error)[:300]}); export the bundle again"
+            ) from None
         return cls._from_data(data, str(path))
 
     @classmethod
@@ -199,10 +192,16 @@ class Manifest:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
         contract = graph_contract(manifest.config, manifest.unit, manifest.dtype)
         if manifest.contract != contract:
-            raise BundleError(f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again")
+            raise BundleError(
+                f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again"
+            )
         graphs = graph_files(len(manifest.parts))
-        if any(name not in (*graphs, *OTHER_FILES) for name in manifest.files) or not set(graphs) <= set(manifest.files):
-            raise BundleError(f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} and tokenizer files only")
+        if any(name not in (*graphs, *OTHER_FILES) for name in manifest.files) or not set(graphs) <= set(
+            manifest.files
+        ):
+            raise BundleError(
+                f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} and tokenizer files only"
+            )
         return replace(manifest, contract=contract)  # equal, and of whole numbers where the file says 64.0 or true
 
 
@@ -255,7 +254,11 @@ def _check_keys(data: dict) -> None:
     source = data["weights"].get("source")
     if source not in WEIGHTS_KEYS:
         raise InputError(f"got weights {data['weights']!r}, expected a source, random or checkpoint")
-    objects = [("unit", data["unit"], UNIT_KEYS), ("config", data["config"], CONFIG_KEYS), ("weights", data["weights"], WEIGHTS_KEYS[source])]
+    objects = [
+        ("unit", data["unit"], UNIT_KEYS),
+        ("config", data["config"], CONFIG_KEYS),
+        ("weights", data["weights"], WEIGHTS_KEYS[source]),
+    ]
     if data["config"].get("rope_scaling") is not None:
         objects.append(("config rope_scaling", data["config"]["rope_scaling"], ROPE_SCALING_KEYS))
     if data["weight_format"] is not None:
@@ -264,7 +267,9 @@ def _check_keys(data: dict) -> None:
     objects += [(f"files {name}", entry, FILE_KEYS) for name, entry in data["files"].items()]
     for what, found, keys in objects:
         if set(found) != set(keys):
-            raise InputError(f"{what}: unknown keys {sorted(set(found) - set(keys))}, missing keys {sorted(set(keys) - set(found))}")
+            raise InputError(
+                f"{what}: unknown keys {sorted(set(found) - set(keys))}, missing keys {sorted(set(keys) - set(found))}"
+            )
     for name, entry in data["files"].items():
         if not _is_count(entry["size_bytes"]) or not is_sha256(entry["sha256"]):
             raise InputError(f"files {name}: got {entry}, expected a size in bytes and a SHA-256 in hexadecimal")

@@ -17,7 +17,9 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     """
     path = bundle.folder / "tokenizer.json"
     if path.name not in bundle.manifest.files:
-        raise BundleError(f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one")
+        raise BundleError(
+            f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one"
+        )
     try:
         read_document(path)
         return Tokenizer.from_file(str(path))

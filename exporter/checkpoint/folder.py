@@ -44,7 +44,9 @@ def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
     ids = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**63 for token in ids):
-        raise CheckpointError(f"checkpoint {folder}: got eos_token_id {short(ids)}, expected whole numbers of at least 0")
+        raise CheckpointError(
+            f"checkpoint {folder}: got eos_token_id {short(ids)}, expected whole numbers of at least 0"
+        )
     return tuple(ids)
 
 

@@ -50,15 +50,21 @@ def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {folder}: no such folder; give the folder that holds config.json or params.json and the weights")
+        raise CheckpointError(
+            f"checkpoint {folder}: no such folder; give the folder that holds config.json or params.json and the weights"
+        )
     found = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
     if len(found) != 1:
-        what = "both config.json and params.json" if found else "no config.json (Hugging Face) and no params.json (Meta)"
+        what = (
+            "both config.json and params.json" if found else "no config.json (Hugging Face) and no params.json (Meta)"
+        )
         raise CheckpointError(f"checkpoint {folder}: it holds {what}, expected one of them")
     if found == ["params.json"]:
         checkpoint = open_meta(folder, model)
     elif model is not None:
-        raise InputError(f"model: got {model} beside the Hugging Face folder {folder}, whose config.json says all; leave --model out")
+        raise InputError(
+            f"model: got {model} beside the Hugging Face folder {folder}, whose config.json says all; leave --model out"
+        )
     else:
         checkpoint = open_huggingface(folder)
     log.info("%s, by its %s: %s; tensors %s", folder, *found, checkpoint.config, checkpoint.weights.counts)

@@ -9,11 +9,19 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, listed, read_json, tokenizer_files
+from exporter.checkpoint.folder import (
+    check_coverage,
+    end_token_ids,
+    head_is_embedding,
+    listed,
+    read_json,
+    tokenizer_files,
+)
 from exporter.checkpoint.formats import Checkpoint
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 _LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside a layer
     "attention_norm": "input_layernorm",
@@ -26,8 +34,14 @@ _LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside
     "mlp.up_proj": "mlp.up_proj",
     "mlp.down_proj": "mlp.down_proj",
 }
-_MODEL_NAMES = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
-_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # older folders store RoPE's frequencies; they are computed
+_MODEL_NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_DERIVED = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)  # older folders store RoPE's frequencies; they are computed
 _FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
@@ -39,7 +53,9 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {folder}: no such folder; give the folder that holds config.json and *.safetensors")
+        raise CheckpointError(
+            f"checkpoint {folder}: no such folder; give the folder that holds config.json and *.safetensors"
+        )
     data = read_json(folder / "config.json")
     try:
         config = parse_config(data)
@@ -79,7 +95,9 @@ def parse_config(data: dict) -> ModelConfig:
         "quantization_config": None,
     }.items():
         if data.get(key, plain) != plain:
-            raise CheckpointError(f"config {key}: got {short(data[key])}, expected {plain!r}; this pipeline does not reproduce it")
+            raise CheckpointError(
+                f"config {key}: got {short(data[key])}, expected {plain!r}; this pipeline does not reproduce it"
+            )
     required = (
         "hidden_size",
         "intermediate_size",
@@ -132,22 +150,32 @@ def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if not isinstance(value, dict):
             raise InputError(f"config {name}: got {short(value)}, expected an object")
-    thetas = [value for value in (newer.get("rope_theta"), older.get("rope_theta"), data.get("rope_theta")) if value is not None]
+    thetas = [
+        value
+        for value in (newer.get("rope_theta"), older.get("rope_theta"), data.get("rope_theta"))
+        if value is not None
+    ]
     if any(theta != thetas[0] for theta in thetas):
         raise InputError(f"config rope_theta: got {short(thetas)} in several places, expected one value")
     scalings = [_parse_scaling(rule) for rule in (newer, older) if set(rule) - {"rope_theta"}]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
-        raise InputError(f"config rope_scaling: got {short(older)} and rope_parameters {short(newer)}, which differ; expected one rule")
+        raise InputError(
+            f"config rope_scaling: got {short(older)} and rope_parameters {short(newer)}, which differ; expected one rule"
+        )
     return (thetas[0] if thetas else 10_000.0), (scalings[0] if scalings else None)
 
 
 def _parse_scaling(rule: dict) -> RopeScaling | None:
     kind = rule.get("rope_type", rule.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise InputError(f"config rope_scaling: got type {short(kind)}, expected 'llama3' or 'default'; other rules are not reproduced")
+        raise InputError(
+            f"config rope_scaling: got type {short(kind)}, expected 'llama3' or 'default'; other rules are not reproduced"
+        )
     plain = {key: value for key, value in rule.items() if key not in ("rope_type", "type", "rope_theta")}
     if plain.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; it is not reproduced")
+        raise InputError(
+            f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; it is not reproduced"
+        )
     expected = set() if kind == "default" else set(_SCALING_NAMES)
     if set(plain) != expected:
         raise InputError(
@@ -170,7 +198,10 @@ class HuggingFaceWeights:
         self.description, self.has_own_head = {"source": "checkpoint"}, False
         self._folder, self._config = folder, config
         self._files = _tensor_files(folder)
-        expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
+        expected = {
+            _stored_name(name): shape
+            for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()
+        }
         found = {name for name in self._files if not _DERIVED.fullmatch(name)}
         check_coverage(folder, found, set(expected), {"lm_head.weight"} if config.tie_word_embeddings else set())
         self._check_tensors(expected)
@@ -198,9 +229,13 @@ class HuggingFaceWeights:
                 for stored in names:
                     entry = file.get_slice(stored)
                     if tuple(entry.get_shape()) != expected[stored]:
-                        raise CheckpointError(f"{path}: {stored} has shape {entry.get_shape()}, expected {list(expected[stored])} by config.json")
+                        raise CheckpointError(
+                            f"{path}: {stored} has shape {entry.get_shape()}, expected {list(expected[stored])} by config.json"
+                        )
                     if entry.get_dtype() not in _FLOAT_TYPES:
-                        raise CheckpointError(f"{path}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}")
+                        raise CheckpointError(
+                            f"{path}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}"
+                        )
 
     def _check_tied(self) -> None:
         if not head_is_embedding(self, self._config.vocab_size):
@@ -231,11 +266,15 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             raise CheckpointError(f"{index_path}: it has no weight_map")
         outside = [shard for shard in index.values() if not isinstance(shard, str) or Path(shard).name != shard]
         if outside:
-            raise CheckpointError(f"{index_path}: it names the shard {short(outside[0])}, expected a file inside the folder")
+            raise CheckpointError(
+                f"{index_path}: it names the shard {short(outside[0])}, expected a file inside the folder"
+            )
     elif (folder / "model.safetensors").is_file():
         index = None
     else:
-        raise CheckpointError(f"checkpoint {folder}: it holds neither model.safetensors nor model.safetensors.index.json")
+        raise CheckpointError(
+            f"checkpoint {folder}: it holds neither model.safetensors nor model.safetensors.index.json"
+        )
     shards = sorted(set(index.values())) if index else ["model.safetensors"]
     files: dict[str, Path] = {}
     for shard in shards:
@@ -245,7 +284,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
                 raise CheckpointError(f"checkpoint {folder}: {name} is in {files[name].name} and in {shard}")
             files[name] = path
     if index is not None and files != {name: folder / shard for name, shard in index.items()}:
-        wrong = sorted(name for name in {*files, *index} if name not in index or files.get(name) != folder / index[name])
+        wrong = sorted(
+            name for name in {*files, *index} if name not in index or files.get(name) != folder / index[name]
+        )
         raise CheckpointError(f"{index_path}: it does not match its shards for {listed(wrong)}")
     return files
 

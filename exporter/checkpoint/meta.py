@@ -20,7 +20,8 @@ from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_em
 from exporter.checkpoint.formats import Checkpoint
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import LARGEST_COUNT, ModelConfig, RopeScaling, WidthRule, lookup, short
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 _LAYER_NAMES = {  # canonical name inside a block → Meta's name inside a layer
     "attention_norm": "attention_norm",
@@ -33,8 +34,15 @@ _LAYER_NAMES = {  # canonical name inside a block → Meta's name inside a layer
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-_MODEL_NAMES = {"embedding.weight": "tok_embeddings.weight", "norm.weight": "norm.weight", "lm_head.weight": "output.weight"}
-_ROW_PARALLEL = ("attention.wo.weight", "feed_forward.w2.weight")  # split along their inputs; other matrices along their outputs
+_MODEL_NAMES = {
+    "embedding.weight": "tok_embeddings.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_ROW_PARALLEL = (
+    "attention.wo.weight",
+    "feed_forward.w2.weight",
+)  # split along their inputs; other matrices along their outputs
 _DERIVED = "rope.freqs"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _KNOWN_PARAMS = {
@@ -80,7 +88,9 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
         raise CheckpointError(f"params.json: unknown keys {short(unknown)}, missing keys {missing}")
     if model is None:
         needed = "the context length" + (" and the RoPE scaling rule" if params.get("use_scaled_rope") else "")
-        raise CheckpointError(f"params.json does not say {needed}; name the model with --model so that the catalogue supplies it")
+        raise CheckpointError(
+            f"params.json does not say {needed}; name the model with --model so that the catalogue supplies it"
+        )
     known = lookup(model)
     _check_params(params)
     config = ModelConfig(
@@ -97,7 +107,9 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
         norm_eps=params["norm_eps"],
     )
     differing = [
-        name for name in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "intermediate_size") if getattr(config, name) != getattr(known, name)
+        name
+        for name in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "intermediate_size")
+        if getattr(config, name) != getattr(known, name)
     ]
     if differing:
         values = ", ".join(f"{name} {getattr(config, name)} against {getattr(known, name)}" for name in differing)
@@ -113,9 +125,13 @@ def _check_params(params: dict) -> None:
     """
     for key in ("dim", "n_heads", "multiple_of"):
         if not isinstance(params[key], int) or isinstance(params[key], bool) or not 1 <= params[key] <= LARGEST_COUNT:
-            raise InputError(f"params.json {key}: got {short(params[key])}, expected a whole number from 1 to {LARGEST_COUNT:,}")
+            raise InputError(
+                f"params.json {key}: got {short(params[key])}, expected a whole number from 1 to {LARGEST_COUNT:,}"
+            )
     multiplier = params.get("ffn_dim_multiplier")
-    if multiplier is not None and (not isinstance(multiplier, int | float) or isinstance(multiplier, bool) or not 0 < multiplier < LARGEST_COUNT):
+    if multiplier is not None and (
+        not isinstance(multiplier, int | float) or isinstance(multiplier, bool) or not 0 < multiplier < LARGEST_COUNT
+    ):
         raise InputError(f"params.json ffn_dim_multiplier: got {short(multiplier)}, expected a number above 0")
     if params["dim"] % params["n_heads"]:
         raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
@@ -148,7 +164,9 @@ def _shard_paths(folder: Path) -> list[Path]:
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", path.name))
     expected = [f"consolidated.{index:02d}.pth" for index in range(len(paths))]
     if not paths or [path.name for path in paths] != expected:
-        raise CheckpointError(f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth and on without a gap")
+        raise CheckpointError(
+            f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth and on without a gap"
+        )
     return paths
 
 
@@ -163,17 +181,34 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
         shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises many kinds: a bad zip, a bad pickle, a forbidden global
         reason = short(str(error).partition("\n")[0])
-        raise CheckpointError(f"{path}: not a plain file of tensors ({type(error).__name__}: {reason}); nothing in it was run") from None
-    if not isinstance(shard, dict) or not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in shard.items()):
+        raise CheckpointError(
+            f"{path}: not a plain file of tensors ({type(error).__name__}: {reason}); nothing in it was run"
+        ) from None
+    if not isinstance(shard, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in shard.items()
+    ):
         raise CheckpointError(f"{path}: got {type(shard).__name__}, expected a dictionary of tensors")
     for name, tensor in shard.items():
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{path}: {short(name)} has shape {short(list(tensor.shape))} over fewer bytes; it is no tensor that was saved")
+            raise CheckpointError(
+                f"{path}: {short(name)} has shape {short(list(tensor.shape))} over fewer bytes; it is no tensor that was saved"
+            )
     return shard
 
 
 _PICKLE_BYTES = 16 * 2**20  # names, shapes and places of tensors; the values are records of their own
-_STORAGES = ("Float", "Half", "BFloat16", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")  # the wrong ones are refused by name, later
+_STORAGES = (
+    "Float",
+    "Half",
+    "BFloat16",
+    "Double",
+    "Bool",
+    "Byte",
+    "Char",
+    "Short",
+    "Int",
+    "Long",
+)  # the wrong ones are refused by name, later
 _GLOBALS = {
     "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
     *(f"torch {kind}Storage" for kind in _STORAGES),
@@ -194,10 +229,17 @@ def _check_archive(path: Path) -> None:
         records = archive.infolist()
         packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
         pickles = [record for record in records if record.filename.endswith("/data.pkl")]
-        if packed or len({record.filename for record in records}) != len(records) or len(pickles) != 1 or pickles[0].file_size > _PICKLE_BYTES:
+        if (
+            packed
+            or len({record.filename for record in records}) != len(records)
+            or len(pickles) != 1
+            or pickles[0].file_size > _PICKLE_BYTES
+        ):
             raise ValueError("its records are compressed, or of one name, or its pickle is missing or too large")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
-            if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4") or (opcode.name == "GLOBAL" and argument not in _GLOBALS):
+            if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4") or (
+                opcode.name == "GLOBAL" and argument not in _GLOBALS
+            ):
                 raise ValueError(f"it names {argument or 'something by its stack'}, expected plain tensors alone")
 
 
@@ -211,25 +253,36 @@ class MetaWeights:
     def __init__(self, folder: Path, config: ModelConfig, paths: list[Path], shards: list[dict[str, Tensor]]) -> None:
         self.description, self.has_own_head = {"source": "checkpoint"}, False
         self._folder, self._config, self._paths = folder, config, paths
-        expected = {_stored_name(name): shape for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()}
+        expected = {
+            _stored_name(name): shape
+            for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()
+        }
         optional = {_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())
         for shard in shards:
             check_coverage(folder, set(shard), set(expected), optional)
-        self._axes = {name: self._split_axis(name, shape, [shard[name] for shard in shards]) for name, shape in expected.items()}
+        self._axes = {
+            name: self._split_axis(name, shape, [shard[name] for shard in shards]) for name, shape in expected.items()
+        }
         self.counts = {"used": len(expected), "derived": int(_DERIVED in shards[0])}
 
     def _split_axis(self, name: str, shape: tuple[int, ...], pieces: list[Tensor]) -> int | None:
         """The axis along which a tensor is split over the shards; None where every shard holds the whole."""
         if any(piece.dtype not in _FLOATS for piece in pieces):
-            raise CheckpointError(f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of float32, float16, bfloat16")
+            raise CheckpointError(
+                f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of float32, float16, bfloat16"
+            )
         whole = [tuple(piece.shape) == shape for piece in pieces]
         if all(whole):
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
-                raise CheckpointError(f"checkpoint {self._folder}: {name} is whole in every shard and differs between them")
+                raise CheckpointError(
+                    f"checkpoint {self._folder}: {name} is whole in every shard and differs between them"
+                )
             return None
         if any(piece.dim() != len(shape) for piece in pieces):
             found = [piece.dim() for piece in pieces]
-            raise CheckpointError(f"checkpoint {self._folder}: {name} has {found} axes in its shards, expected {len(shape)}")
+            raise CheckpointError(
+                f"checkpoint {self._folder}: {name} has {found} axes in its shards, expected {len(shape)}"
+            )
         axes = (0, 1) if name == "tok_embeddings.weight" else (1,) if name.endswith(_ROW_PARALLEL) else (0,)
         for axis in axes[: len(shape)]:
             merged = list(pieces[0].shape)
@@ -238,7 +291,9 @@ class MetaWeights:
             if same and tuple(merged) == shape:
                 return axis
         shapes = [list(piece.shape) for piece in pieces]
-        raise CheckpointError(f"checkpoint {self._folder}: {name} has shapes {shapes} in its shards, expected {list(shape)} once merged")
+        raise CheckpointError(
+            f"checkpoint {self._folder}: {name} has shapes {shapes} in its shards, expected {list(shape)} once merged"
+        )
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """As `WeightSource.read`. Shards are mapped for this one read: pages that stayed mapped would count as ours."""

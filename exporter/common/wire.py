@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
-Field = tuple[int, int, int | memoryview]  # number, wire type, value: a number, or the bytes of a text, message or fixed number
+Field = tuple[
+    int, int, int | memoryview
+]  # number, wire type, value: a number, or the bytes of a text, message or fixed number
 
 
 def fields(data: memoryview) -> Iterator[Field]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from exporter.spec.catalogue import ModelConfig, WidthRule
-from exporter.spec.contract import COMPONENT_OF_WEIGHT, DTYPES, Unit, block_weight_shapes, weight_shapes
+from exporter.spec.dtypes import DTYPES
+from exporter.spec.parameters import COMPONENT_OF_WEIGHT, block_weight_shapes, weight_shapes
+from exporter.spec.unit import Unit
 
 _TITLES = {
     "attention_norm": "attention norm",
@@ -75,7 +77,10 @@ class Ledger:
     @property
     def model_parameters(self) -> int:
         """Stored parameters of the whole model."""
-        return sum(math.prod(shape) for shape in weight_shapes(self.config, Unit("model", n_layers=self.config.n_layers)).values())
+        return sum(
+            math.prod(shape)
+            for shape in weight_shapes(self.config, Unit("model", n_layers=self.config.n_layers)).values()
+        )
 
     @property
     def gelu_mlp(self) -> dict[str, int]:
@@ -121,7 +126,9 @@ class Ledger:
                     ],
                     "per_block": self.component_parameters(component),
                     "all_blocks": self.component_parameters(component) * layers,
-                    "per_block_bytes": {name: self.component_parameters(component) * dtype.n_bytes for name, dtype in DTYPES.items()},
+                    "per_block_bytes": {
+                        name: self.component_parameters(component) * dtype.n_bytes for name, dtype in DTYPES.items()
+                    },
                 }
                 for component in self.components
             },

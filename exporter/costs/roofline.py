@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import COMPONENT_OF_WEIGHT, Unit, block_weight_shapes, lookup_dtype
+from exporter.spec.dtypes import lookup_dtype
+from exporter.spec.parameters import COMPONENT_OF_WEIGHT, block_weight_shapes
+from exporter.spec.unit import Unit
 
 ATTENTION = "attention.heads"
 
@@ -78,7 +80,9 @@ def step_costs(config: ModelConfig, unit: Unit, step: Step) -> tuple[Cost, ...]:
         InputError: the unit is a component.
     """
     if unit.kind == "component":
-        raise InputError(f"roofline: got a {unit}, expected a block, stack or model; a component has no step of its own")
+        raise InputError(
+            f"roofline: got a {unit}, expected a block, stack or model; a component has no step of its own"
+        )
     return tuple(_costs(config, unit, step))
 
 
@@ -128,7 +132,9 @@ def roofline(config: ModelConfig, unit: Unit, step: Step, bandwidth: float, flop
     for cost in costs:
         transfer, arithmetic = cost.limits(bandwidth, flop_rate)
         bound = "bandwidth" if transfer >= arithmetic else "arithmetic"
-        components.append({**asdict(cost), "transfer_ms": transfer * 1e3, "arithmetic_ms": arithmetic * 1e3, "bound": bound})
+        components.append(
+            {**asdict(cost), "transfer_ms": transfer * 1e3, "arithmetic_ms": arithmetic * 1e3, "bound": bound}
+        )
     return {
         "step": asdict(step),
         "bandwidth_bytes_per_second": bandwidth,

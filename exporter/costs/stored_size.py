@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from exporter.common.errors import InputError
-from exporter.graph.quantize import is_quantized
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Bounds, Unit, WeightFormat, part_bounds, stored_bytes, weight_shapes
+from exporter.spec.dtypes import stored_bytes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Bounds, Unit, part_bounds
+from exporter.spec.weight_formats import WeightFormat, is_quantized
 
 COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 
 
-def parts_within(config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weight_format: WeightFormat | None, budget_bytes: int) -> int:
+def parts_within(
+    config: ModelConfig,
+    unit: Unit,
+    dtype: str,
+    max_positions: int,
+    weight_format: WeightFormat | None,
+    budget_bytes: int,
+) -> int:
     """The fewest parts of which each can be compiled within a budget: that takes about three times the part's weights.
 
     Raises:
@@ -21,14 +30,24 @@ def parts_within(config: ModelConfig, unit: Unit, dtype: str, max_positions: int
     largest = 0
     for n_parts in range(1, unit.n_layers + 1):
         parts = part_bounds(unit.n_layers, n_parts)
-        largest = max(COMPILE_COPIES * stored_weights_bytes(config, unit, dtype, max_positions, weight_format, bounds) for bounds in parts)
+        largest = max(
+            COMPILE_COPIES * stored_weights_bytes(config, unit, dtype, max_positions, weight_format, bounds)
+            for bounds in parts
+        )
         if largest <= budget_bytes:
             return n_parts
-    raise InputError(f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, what compiling one layer takes")
+    raise InputError(
+        f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, what compiling one layer takes"
+    )
 
 
 def stored_weights_bytes(
-    config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weight_format: WeightFormat | None = None, bounds: Bounds | None = None
+    config: ModelConfig,
+    unit: Unit,
+    dtype: str,
+    max_positions: int,
+    weight_format: WeightFormat | None = None,
+    bounds: Bounds | None = None,
 ) -> int:
     """Bytes of all tensors in one graph's data file, without what lies between them.
 
@@ -40,20 +59,28 @@ def stored_weights_bytes(
     n_bytes = 0
     for name, shape in _matrices(config, unit, bounds or (0, unit.n_layers), weight_format is not None):
         if weight_format is not None and is_quantized(name):
-            n_bytes += sum(stored_bytes(*tensor) for tensor in weight_format.of(name).tensors((shape[1], shape[0]), dtype).values())
+            n_bytes += sum(
+                stored_bytes(*tensor) for tensor in weight_format.of(name).tensors((shape[1], shape[0]), dtype).values()
+            )
         else:
             n_bytes += stored_bytes(dtype, shape)
     if unit.kind != "component":
-        n_bytes += 2 * stored_bytes("fp32", (2 * max_positions, config.head_dim // 2))  # cos and sin, of every graph that has blocks
+        n_bytes += 2 * stored_bytes(
+            "fp32", (2 * max_positions, config.head_dim // 2)
+        )  # cos and sin, of every graph that has blocks
     return n_bytes
 
 
-def _matrices(config: ModelConfig, unit: Unit, bounds: Bounds, quantized: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _matrices(
+    config: ModelConfig, unit: Unit, bounds: Bounds, quantized: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every weight in one graph. A tied head is the embedding, unless it is in integers or the embedding in another part."""
     if unit.kind == "component":
         yield from weight_shapes(config, unit).items()
         return
-    yield from weight_shapes(config, Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])).items()
+    yield from weight_shapes(
+        config, Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])
+    ).items()
     if unit.kind != "model":
         return
     embeds, ends = bounds[0] == 0, bounds[1] == unit.n_layers

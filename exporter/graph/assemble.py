@@ -11,59 +11,26 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from exporter import __version__
-from exporter.graph import fused_decoder as traced
-from exporter.graph.fragments import Fragment, Piece, trace_fragments
-from exporter.graph.quantize import is_quantized
-from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import (
-    BATCH,
-    CAPACITY,
-    IR_VERSION,
-    MERGED_WEIGHTS,
-    ONNX_NAMES,
-    ONNX_TYPES,
-    OPSET,
-    PAST,
-    SEQUENCE,
-    TOTAL,
-    Bounds,
-    Contract,
-    TensorSpec,
-    Unit,
-    WeightFormat,
-    graph_contract,
-    part_contract,
-    stored_bytes,
+from exporter.graph.fragments import Fragment, trace_fragments
+from exporter.graph.pieces import (
+    block_piece,
+    component_piece,
+    embedding_piece,
+    head_piece,
+    prologue_piece,
+    zero_pads_piece,
 )
+from exporter.graph.stored_tensor import StoredTensor
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.dtypes import ONNX_NAMES, ONNX_TYPES
+from exporter.spec.parameters import MERGED_WEIGHTS, ROPE_TABLES
+from exporter.spec.tensors import IR_VERSION, OPSET, Contract, graph_contract, part_contract
+from exporter.spec.unit import Bounds, Unit
+from exporter.spec.weight_formats import WeightFormat, is_quantized
 
-ROPE_TABLES = ("rope.cos_table", "rope.sin_table")
-
-Stored = tuple[str, tuple[str, ...], bool]  # the graph's name, canonical names of the weights (several where merged), whether transposed
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of model.onnx.data.
-
-    Attributes:
-        name: the initializer's name in the graph.
-        weights: canonical names of the weights it holds, side by side where several are merged; its own name for a RoPE table.
-        dtype: dtype name it is stored in.
-        shape: as stored; transposed says that this is the weights' shape reversed.
-        transposed: the graph stores block projections [in, out]; a weight is [out, in].
-        part: which tensor of a weight stored in integers it is, one of `contract.QUANTIZED_PARTS`; "" where it is the weight itself.
-    """
-
-    name: str
-    weights: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    transposed: bool
-    part: str = ""
-
-    @property
-    def n_bytes(self) -> int:
-        return stored_bytes(self.dtype, self.shape)
+Stored = tuple[
+    str, tuple[str, ...], bool
+]  # the graph's name, canonical names of the weights (several where merged), whether transposed
 
 
 @dataclass
@@ -98,7 +65,9 @@ def assemble(
         return assembly.finish()
     part = part or (0, unit.n_layers)
     whole = part == (0, unit.n_layers)
-    assembly = _Assembly(graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype, weight_format)
+    assembly = _Assembly(
+        graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype, weight_format
+    )
     assembly.decoder(config, unit, max_positions, float32_attention, part)
     return assembly.finish()
 
@@ -117,26 +86,35 @@ class _Assembly:
 
     def __post_init__(self) -> None:
         for spec in self.contract.inputs:
-            self.values[spec.name] = ir.Value(name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype])))
+            self.values[spec.name] = ir.Value(
+                name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype]))
+            )
 
     def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
         assert unit.component is not None, "the unit is a component"
-        (fragment,) = trace_fragments([_component_piece(config, unit.component, self.dtype, float32_attention)])
-        weights = {name: _block_weight(_name_in_block(f"{unit.component}.{name}"), 0, unit.first_layer) for name in fragment.parameters}
+        (fragment,) = trace_fragments([component_piece(config, unit.component, self.dtype, float32_attention)])
+        weights = {
+            name: _block_weight(_name_in_block(f"{unit.component}.{name}"), 0, unit.first_layer)
+            for name in fragment.parameters
+        }
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
-    def decoder(self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool, part: Bounds) -> None:
+    def decoder(
+        self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool, part: Bounds
+    ) -> None:
         """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
         step = self.values
         growing = unit.cache == "growing"
         embeds = unit.kind == "model" and part[0] == 0
         ends = unit.kind == "model" and part[1] == unit.n_layers
         pieces = [
-            _prologue_piece(config, max_positions, growing),
-            _block_piece(config, self.dtype, float32_attention, growing),
-            _head_piece(config, self.dtype, unit.logits, self.weight_format is not None) if ends else _zero_pads_piece(config, self.dtype),
-            *([_embedding_piece(config, self.dtype)] if embeds else []),
+            prologue_piece(config, max_positions, growing),
+            block_piece(config, self.dtype, float32_attention, growing),
+            head_piece(config, self.dtype, unit.logits, self.weight_format is not None)
+            if ends
+            else zero_pads_piece(config, self.dtype),
+            *([embedding_piece(config, self.dtype)] if embeds else []),
         ]
         prologue, block, epilogue, *embedding = trace_fragments(pieces)
         shared, real = self._prologue(prologue, growing)
@@ -156,7 +134,9 @@ class _Assembly:
 
     def _prologue(self, prologue: Fragment, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
         """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
-        tables: dict[str, Stored] = dict(zip(("rope_cos", "rope_sin"), ((name, (name,), False) for name in ROPE_TABLES), strict=True))
+        tables: dict[str, Stored] = dict(
+            zip(("rope_cos", "rope_sin"), ((name, (name,), False) for name in ROPE_TABLES), strict=True)
+        )
         names = ("position_ids", "attention_mask") if growing else ("position_ids", "write_indices", "attention_mask")
         results = self.add(prologue, [self.values[name] for name in names], "", tables)
         if growing:
@@ -166,13 +146,18 @@ class _Assembly:
 
     def _head(self, head: Fragment, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
         matrix = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
-        weights: dict[str, Stored] = {"weight": (matrix, (matrix,), False), "norm.weight": ("norm.weight", ("norm.weight",), False)}
+        weights: dict[str, Stored] = {
+            "weight": (matrix, (matrix,), False),
+            "norm.weight": ("norm.weight", ("norm.weight",), False),
+        }
         if self.weight_format is not None:  # integers of its own, [in, out], also where the values are the embedding's
             weights["weight"] = ("lm_head.weight", (matrix,), True)
         names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
         (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
-    def add(self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, Stored]) -> list[ir.Value]:
+    def add(
+        self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, Stored]
+    ) -> list[ir.Value]:
         """Clones a fragment's nodes onto `arguments`; returns its outputs. `weights` says of each parameter what is stored for it."""
         mapping: dict[ir.Value | None, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
         for name, parameter in fragment.parameters.items():
@@ -198,15 +183,24 @@ class _Assembly:
         dtype = ONNX_NAMES[parameter.dtype]
         return self._initializer(StoredTensor(name, weights, dtype, shape, transposed))
 
-    def _dequantized(self, name: str, weights: tuple[str, ...], shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
+    def _dequantized(
+        self, name: str, weights: tuple[str, ...], shape: tuple[int, ...], weight_format: WeightFormat
+    ) -> ir.Value:
         """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
         if name not in self.dequantized:
             tensors = weight_format.tensors((shape[0], shape[1]), self.dtype)
-            inputs = [self._initializer(StoredTensor(f"{name}.{part}", weights, *tensor, True, part)) for part, tensor in tensors.items()]
+            inputs = [
+                self._initializer(StoredTensor(f"{name}.{part}", weights, *tensor, True, part))
+                for part, tensor in tensors.items()
+            ]
             blocks = {"axis": 0, "block_size": weight_format.block_size}
             node = ir.node("DequantizeLinear", inputs, blocks, name=name)
             result = node.outputs[0]
-            result.name, result.shape, result.type = name, ir.Shape(shape), ir.TensorType(ir.DataType(ONNX_TYPES[self.dtype]))
+            result.name, result.shape, result.type = (
+                name,
+                ir.Shape(shape),
+                ir.TensorType(ir.DataType(ONNX_TYPES[self.dtype])),
+            )
             self.nodes.append(node)
             self.dequantized[name] = result
         return self.dequantized[name]
@@ -227,7 +221,9 @@ class _Assembly:
         name = f"constant.{tensor.dtype.name.lower()}.{shape}.{'_'.join(map(str, array.flatten().tolist()))}"
         if name not in self.initializers:
             held = ir.tensor(array, dtype=tensor.dtype, name=name)
-            self.initializers[name] = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(held.dtype), const_value=held)
+            self.initializers[name] = ir.Value(
+                name=name, shape=ir.Shape(array.shape), type=ir.TensorType(held.dtype), const_value=held
+            )
         return self.initializers[name]
 
     def finish(self) -> AssembledGraph:
@@ -254,63 +250,19 @@ class _Assembly:
 def _name_in_block(parameter: str) -> str:
     """The contract's name of a traced block's or component's parameter: `attention.qkv_proj.weight` for prepare_qkv.qkv_proj.weight."""
     module, _, rest = parameter.partition(".")
-    owners = {"rms_norm": "attention_norm", "prepare_qkv": "attention", "merge_project": "attention", "swiglu_mlp": "mlp"}
+    owners = {
+        "rms_norm": "attention_norm",
+        "prepare_qkv": "attention",
+        "merge_project": "attention",
+        "swiglu_mlp": "mlp",
+    }
     return f"{owners.get(module, module)}.{rest}"
 
 
 def _block_weight(name: str, layer: int, first_layer: int) -> Stored:
     """What is stored for a weight of that name in a block, as the graph numbers its layers."""
     projection = name.removesuffix(".weight")
-    weights = tuple(f"blocks.{layer + first_layer}.{part}.weight" for part in MERGED_WEIGHTS.get(projection, (projection,)))
-    return f"blocks.{layer}.{name}", weights, projection.endswith("_proj")
-
-
-# --- the pieces that a graph is joined from ---------------------------------------------------------------------------------
-
-
-def _component_piece(config: ModelConfig, component: str, dtype: str, float32_attention: bool) -> Piece:
-    contract = graph_contract(config, Unit("component", component), dtype)
-    names = tuple(spec.name for spec in contract.outputs)
-    return Piece(traced.traced_component, (config, component, float32_attention), dtype, contract.inputs, names)
-
-
-def _prologue_piece(config: ModelConfig, max_positions: int, growing: bool) -> Piece:
-    positions, mask = _spec("position_ids", "int64", BATCH, SEQUENCE), _spec("attention_mask", "int64", BATCH, TOTAL)
-    if growing:
-        return Piece(traced.GrowingPrologue, (config, max_positions), "fp32", (positions, mask), ("cos", "sin", "visible"))
-    inputs = (positions, _spec("write_indices", "int64", BATCH), mask)
-    return Piece(traced.Prologue, (config, max_positions), "fp32", inputs, ("cos", "sin", "visible", "total", "real"))
-
-
-def _embedding_piece(config: ModelConfig, dtype: str) -> Piece:
-    return Piece(traced.Embedding, (config,), dtype, (_spec("input_ids", "int64", BATCH, SEQUENCE),), ("embedding",))
-
-
-def _block_piece(config: ModelConfig, dtype: str, float32_attention: bool, growing: bool) -> Piece:
-    cache_axes = (BATCH, config.n_kv_heads, PAST if growing else CAPACITY, config.head_dim)
-    inputs = (
-        _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
-        _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-        _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-        _spec("visible", "bool", BATCH, 1, SEQUENCE, TOTAL),
-        *([] if growing else [_spec("total", "int64", 1), _spec("write_indices", "int64", BATCH)]),
-        _spec("past_key", dtype, *cache_axes),
-        _spec("past_value", dtype, *cache_axes),
+    weights = tuple(
+        f"blocks.{layer + first_layer}.{part}.weight" for part in MERGED_WEIGHTS.get(projection, (projection,))
     )
-    block = traced.GrowingBlock if growing else traced.TracedBlock
-    return Piece(block, (config, float32_attention), dtype, inputs, ("out", "present_key", "present_value"))
-
-
-def _zero_pads_piece(config: ModelConfig, dtype: str) -> Piece:
-    inputs = (_spec("x", dtype, BATCH, SEQUENCE, config.hidden_size), _spec("real", "bool", BATCH, SEQUENCE))
-    return Piece(traced.ZeroPads, (), dtype, inputs, ("hidden_states_out",))
-
-
-def _head_piece(config: ModelConfig, dtype: str, logits: str, transposed: bool) -> Piece:
-    x = _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size)
-    last = (_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL))
-    return Piece(traced.Head, (config, logits, transposed), dtype, (x, *(last if logits == "last" else ())), ("logits",))
-
-
-def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:
-    return TensorSpec(name, dtype, axes)
+    return f"blocks.{layer}.{name}", weights, projection.endswith("_proj")

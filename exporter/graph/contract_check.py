@@ -11,7 +11,8 @@ from onnx import GraphProto, NodeProto
 
 from exporter.bundle.manifest import DATA_FILE
 from exporter.common.errors import CheckFailed
-from exporter.spec.contract import ONNX_NAMES, ONNX_TYPES, OPSET, Contract, TensorSpec, stored_bytes
+from exporter.spec.dtypes import ONNX_NAMES, ONNX_TYPES, stored_bytes
+from exporter.spec.tensors import OPSET, Contract, TensorSpec
 
 
 def check_graph(path: Path, contract: Contract) -> None:
@@ -63,20 +64,26 @@ def _data_problems(data: Path, graph: GraphProto) -> list[str]:
             continue
         places = [where.get(key, "0") for key in ("offset", "length")]
         if not all(place.isascii() and place.isdigit() for place in places) or tensor.data_type not in ONNX_NAMES:
-            problems.append(f"{tensor.name}: type {tensor.data_type} at {places}, expected one of an export's at a number of bytes")
+            problems.append(
+                f"{tensor.name}: type {tensor.data_type} at {places}, expected one of an export's at a number of bytes"
+            )
             continue
         offset, length = map(int, places)
         expected = stored_bytes(ONNX_NAMES[tensor.data_type], tensor.dims)
         if where.get("location") != data.name:
             problems.append(f"{tensor.name}: its data is in {where.get('location')!r}, expected {data.name}")
         elif length != expected or offset + length > size:
-            problems.append(f"{tensor.name}: bytes {offset:,} to {offset + length:,} of {data.name}, expected {expected:,} of its {size:,}")
+            problems.append(
+                f"{tensor.name}: bytes {offset:,} to {offset + length:,} of {data.name}, expected {expected:,} of its {size:,}"
+            )
     return problems
 
 
 def _opset_problems(model: onnx.ModelProto) -> list[str]:
     imports = {entry.domain: entry.version for entry in model.opset_import}
-    problems = [] if imports == {"": OPSET} else [f"opset imports: got {imports}, expected the default domain at {OPSET} only"]
+    problems = (
+        [] if imports == {"": OPSET} else [f"opset imports: got {imports}, expected the default domain at {OPSET} only"]
+    )
     if model.functions:
         problems.append(f"functions: got {[f.name for f in model.functions]}, expected none")
     return problems
@@ -96,13 +103,19 @@ def _axes(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 def _node_problems(graph: GraphProto, contract: Contract) -> list[str]:
     producer = {output: node for node in graph.node for output in node.output}
-    problems = [f"{node.name}: operator {node.domain}::{node.op_type}, expected the default domain" for node in graph.node if node.domain]
+    problems = [
+        f"{node.name}: operator {node.domain}::{node.op_type}, expected the default domain"
+        for node in graph.node
+        if node.domain
+    ]
     for node in graph.node:
         if node.op_type == "Attention":
             problems += _attention_problems(node, producer, contract)
     scattered = {(node.input[0], node.output[0]) for node in graph.node if node.op_type == "TensorScatter"}
     if scattered != set(contract.cache_pairs):
-        problems.append(f"cache updates: got {sorted(scattered)}, expected one TensorScatter for each of {list(contract.cache_pairs)}")
+        problems.append(
+            f"cache updates: got {sorted(scattered)}, expected one TensorScatter for each of {list(contract.cache_pairs)}"
+        )
     return problems
 
 
@@ -110,10 +123,16 @@ def _attention_problems(node: NodeProto, producer: dict[str, NodeProto], contrac
     """TensorRT's parser drops or refuses every form but this one: explicit mask, no past, one output."""
     problems = []
     if len(node.input) != 4 or not all(node.input):
-        problems.append(f"{node.name}: got inputs {list(node.input)}, expected queries, keys, values and an explicit mask")
+        problems.append(
+            f"{node.name}: got inputs {list(node.input)}, expected queries, keys, values and an explicit mask"
+        )
     if len(node.output) != 1:
         problems.append(f"{node.name}: got outputs {list(node.output)}, expected one")
-    forbidden = sorted(a.name for a in node.attribute if a.name in ("is_causal", "softcap", "softmax_precision", "qk_matmul_output_mode"))
+    forbidden = sorted(
+        a.name
+        for a in node.attribute
+        if a.name in ("is_causal", "softcap", "softmax_precision", "qk_matmul_output_mode")
+    )
     if forbidden:
         problems.append(f"{node.name}: got attributes {forbidden}, expected none of them")
     presents = {present for _, present in contract.cache_pairs}
@@ -121,5 +140,7 @@ def _attention_problems(node: NodeProto, producer: dict[str, NodeProto], contrac
         while source in producer and producer[source].op_type in ("Slice", "Cast"):
             source = producer[source].input[0]
         if source not in presents:
-            problems.append(f"{node.name}: reads {source}, expected a slice of a present cache tensor and no copy of it")
+            problems.append(
+                f"{node.name}: reads {source}, expected a slice of a present cache tensor and no copy of it"
+            )
     return problems

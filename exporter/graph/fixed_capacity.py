@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
-from exporter.spec.contract import CAPACITY
+from exporter.spec.tensors import CAPACITY
 
 
 def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:

@@ -16,7 +16,7 @@ from onnx import TensorProto, numpy_helper
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.graph.weight_reader import map_data
 from exporter.graph.weight_writer import ALIGNMENT_BYTES
-from exporter.spec.contract import DTYPES
+from exporter.spec.dtypes import DTYPES
 
 _BFLOAT16 = DTYPES["bf16"].numpy
 
@@ -59,8 +59,14 @@ def _round_dequantized(graph: onnx.GraphProto) -> None:
         if node.op_type == "DequantizeLinear":
             name = node.output[0]
             node.output[0] = f"{name}.exact"
-            nodes.append(onnx.helper.make_node("Cast", [f"{name}.exact"], [f"{name}.rounded"], name=f"{name}.rounded", to=TensorProto.BFLOAT16))
-            nodes.append(onnx.helper.make_node("Cast", [f"{name}.rounded"], [name], name=f"{name}.widened", to=TensorProto.FLOAT))
+            nodes.append(
+                onnx.helper.make_node(
+                    "Cast", [f"{name}.exact"], [f"{name}.rounded"], name=f"{name}.rounded", to=TensorProto.BFLOAT16
+                )
+            )
+            nodes.append(
+                onnx.helper.make_node("Cast", [f"{name}.rounded"], [name], name=f"{name}.widened", to=TensorProto.FLOAT)
+            )
     del graph.node[:]
     graph.node.extend(nodes)
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exporter.graph.fused_decoder import MARKER_DOMAIN
 from exporter.model.weights import TORCH_DTYPES
-from exporter.spec.contract import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec
+from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec
 
 # Distinct example sizes, so that no two axes can merge; none is 0 or 1, which torch.export would freeze.
 EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, PAST: 4, TOTAL: 7, CAPACITY: 11}
@@ -138,7 +138,10 @@ def _dynamic_shapes(pieces: Sequence[Piece]) -> tuple:
     shapes: list[dict[int, torch.export.Dim] | None] = []
     for index, piece in enumerate(pieces):
         dims = {axis: torch.export.Dim(axis + _suffix(index)) for axis in EXAMPLE_SIZES}
-        shapes += [{i: dims[axis] for i, axis in enumerate(spec.axes) if isinstance(axis, str)} or None for spec in piece.inputs]
+        shapes += [
+            {i: dims[axis] for i, axis in enumerate(spec.axes) if isinstance(axis, str)} or None
+            for spec in piece.inputs
+        ]
     return tuple(shapes)
 
 
@@ -191,7 +194,9 @@ def _leading_to(outputs: list[ir.Value], nodes: list[ir.Node]) -> list[ir.Node]:
     return chosen[::-1]
 
 
-def _clean(inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node], weights: dict[str, ir.Value]) -> Fragment:
+def _clean(
+    inputs: list[ir.Value], outputs: list[ir.Value], nodes: list[ir.Node], weights: dict[str, ir.Value]
+) -> Fragment:
     constants: dict[ir.Value, None] = {}  # a set that keeps its order
     for node in [node for node in nodes if node.op_type == "Constant"]:
         node.outputs[0].const_value = _constant_tensor(node)
@@ -241,7 +246,9 @@ def _name_nodes(graph: ir.Graph, named: set[str | None]) -> None:
         value = node.outputs[0]
         if len(node.outputs) > 1:
             whole = node.inputs[0]
-            assert whole is not None and {whole.name, *(part.name for part in node.outputs)} <= named, f"{node.op_type} of values without names"
+            assert whole is not None and {whole.name, *(part.name for part in node.outputs)} <= named, (
+                f"{node.op_type} of values without names"
+            )
             name = f"{whole.name}/{node.op_type}"
         elif value.name in named:
             name = str(value.name)

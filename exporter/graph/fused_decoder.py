@@ -51,7 +51,14 @@ class TracedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _symbolic("RMSNormalization", (x, self.weight), {"axis": -1, "epsilon": self.eps}, dtype=x.dtype, shape=x.shape, version=23)
+        return _symbolic(
+            "RMSNormalization",
+            (x, self.weight),
+            {"axis": -1, "epsilon": self.eps},
+            dtype=x.dtype,
+            shape=x.shape,
+            version=23,
+        )
 
 
 class Projection(nn.Module):
@@ -75,7 +82,9 @@ class TracedPrepareQKV(nn.Module):
         self.qkv_proj = Projection(config.hidden_size, sum(self.n_heads.values()) * config.head_dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        projected = split(named("attention.qkv_proj", self.qkv_proj(x)), [n * self.config.head_dim for n in self.n_heads.values()])
+        projected = split(
+            named("attention.qkv_proj", self.qkv_proj(x)), [n * self.config.head_dim for n in self.n_heads.values()]
+        )
         queries, keys, values = (self.heads(letter, part) for letter, part in zip(self.n_heads, projected, strict=True))
         return self.rotate("q", queries, cos, sin), self.rotate("k", keys, cos, sin), values
 
@@ -149,7 +158,15 @@ class TracedBlock(nn.Module):
         self.swiglu_mlp = TracedSwiGLU(config)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, total: Tensor, write_indices: Tensor, past_key: Tensor, past_value: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        visible: Tensor,
+        total: Tensor,
+        write_indices: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self.prepare_qkv(named("attention_norm", self.attention_norm(x)), cos, sin)
         present_key = self.update(past_key, keys, write_indices)
@@ -164,13 +181,17 @@ class TracedBlock(nn.Module):
 
     @staticmethod
     def update(past: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-        return _symbolic("TensorScatter", (past, new, write_indices), {"axis": 2}, dtype=past.dtype, shape=past.shape, version=24)
+        return _symbolic(
+            "TensorScatter", (past, new, write_indices), {"axis": 2}, dtype=past.dtype, shape=past.shape, version=24
+        )
 
     @staticmethod
     def read(present: Tensor, total: Tensor, total_length: int) -> Tensor:
         """The first `total` int64 [1] rows of the cache: the step's cost follows the tokens in use, not the allocation."""
         shape = (present.shape[0], present.shape[1], total_length, present.shape[3])
-        return _symbolic("Slice", (present, torch.tensor([0]), total, torch.tensor([2])), dtype=present.dtype, shape=shape)
+        return _symbolic(
+            "Slice", (present, torch.tensor([0]), total, torch.tensor([2])), dtype=present.dtype, shape=shape
+        )
 
 
 class GrowingBlock(TracedBlock):
@@ -180,7 +201,10 @@ class GrowingBlock(TracedBlock):
         self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor, past_key: Tensor, past_value: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self.prepare_qkv(named("attention_norm", self.attention_norm(x)), cos, sin)
-        keys, values = self.append(past_key, keys, visible.shape[-1]), self.append(past_value, values, visible.shape[-1])
+        keys, values = (
+            self.append(past_key, keys, visible.shape[-1]),
+            self.append(past_value, values, visible.shape[-1]),
+        )
         return self.after_cache(x, queries, keys, values, visible), keys, values
 
     @staticmethod
@@ -209,7 +233,9 @@ class Prologue(nn.Module):
         )
 
     def rotation(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return named("rope.cos", F.embedding(position_ids, self.rope_cos)), named("rope.sin", F.embedding(position_ids, self.rope_sin))
+        return named("rope.cos", F.embedding(position_ids, self.rope_cos)), named(
+            "rope.sin", F.embedding(position_ids, self.rope_sin)
+        )
 
 
 class GrowingPrologue(Prologue):
@@ -258,7 +284,9 @@ class Head(nn.Module):
         if self.logits == "last":
             assert attention_mask is not None and write_indices is not None, "they are inputs of such a head"
             last = last_token(attention_mask, write_indices)[:, None]
-            x = named("last_token", _symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden)))
+            x = named(
+                "last_token", _symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden))
+            )
         x = named("norm", self.norm(x))
         if self.transposed:
             return named("lm_head", torch.matmul(x, self.weight)).float()
@@ -269,10 +297,14 @@ class Head(nn.Module):
         # the batch and sequence sizes are read back from x, whose rows were flattened
         sizes = _symbolic("Shape", (x,), {"start": 0, "end": 2}, dtype=torch.int64, shape=(2,))
         target = torch.cat([sizes, torch.tensor([self.config.vocab_size])])
-        return _symbolic("Reshape", (logits, target), dtype=x.dtype, shape=(batch, length, self.config.vocab_size)).float()
+        return _symbolic(
+            "Reshape", (logits, target), dtype=x.dtype, shape=(batch, length, self.config.vocab_size)
+        ).float()
 
     def project(self, x: Tensor, rows: int) -> Tensor:
-        product = _symbolic("Gemm", (x, self.weight), {"transB": 1}, dtype=x.dtype, shape=(rows, self.config.vocab_size))
+        product = _symbolic(
+            "Gemm", (x, self.weight), {"transB": 1}, dtype=x.dtype, shape=(rows, self.config.vocab_size)
+        )
         return named("lm_head", product)
 
 
@@ -286,7 +318,9 @@ class TracedRepeatKV(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         config = self.config
         batch, length, kv_heads, head_dim = x.shape
-        grouped = _symbolic("Unsqueeze", (x, torch.tensor([3])), dtype=x.dtype, shape=(batch, length, kv_heads, 1, head_dim))
+        grouped = _symbolic(
+            "Unsqueeze", (x, torch.tensor([3])), dtype=x.dtype, shape=(batch, length, kv_heads, 1, head_dim)
+        )
         repeats = (batch, length, kv_heads, config.n_rep, head_dim)
         copies = _symbolic("Expand", (grouped, torch.tensor([1, 1, 1, config.n_rep, 1])), dtype=x.dtype, shape=repeats)
         return reshape(copies, [0, 0, config.n_heads, head_dim], (batch, length, config.n_heads, head_dim))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.model.weights import TORCH_DTYPES, WeightSource
-from exporter.spec.contract import WeightFormat
+from exporter.spec.weight_formats import WeightFormat, is_quantized
 
 # Shares of a block's largest weight that the largest integer may stand for.
 CLIPPINGS = {"int4": (1.0, 0.96, 0.92, 0.88, 0.84, 0.8), "uint4": (1.0,), "int8": (1.0,), "uint8": (1.0,)}
@@ -60,7 +60,11 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
         span = largest / highest_integer if largest is not None else (high - low) / highest_integer
         scale = (span * clipping).to(TORCH_DTYPES[dtype]).clamp(min=smallest_scale)
         exact = scale.float()
-        zero_point = torch.zeros_like(exact) if weight_format.symmetric else (-low * clipping / exact).round().clamp(0, highest_integer)
+        zero_point = (
+            torch.zeros_like(exact)
+            if weight_format.symmetric
+            else (-low * clipping / exact).round().clamp(0, highest_integer)
+        )
         values = (blocks / exact[:, None]).round_().add_(zero_point[:, None]).clamp_(lowest_integer, highest_integer)
         error = ((values - zero_point[:, None]) * exact[:, None]).sub_(blocks).square_().sum(1)
         if best is None:
@@ -95,11 +99,6 @@ def unpack(raw: Tensor, bits: int, symmetric: bool) -> Tensor:
         if symmetric:
             raw = ((raw ^ 8) - 8).view(torch.int8)  # extends the sign
     return raw.view(torch.int8) if symmetric else raw
-
-
-def is_quantized(name: str) -> bool:
-    """Whether a weight of that canonical name is stored in integers where a bundle has a weight format: projections and the output head."""
-    return name.endswith("_proj.weight") or name == "lm_head.weight"
 
 
 class QuantizedWeights:

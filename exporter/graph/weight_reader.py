@@ -20,7 +20,9 @@ from exporter.graph.assemble import ROPE_TABLES
 from exporter.graph.quantize import Quantized, unpack
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import MERGED_WEIGHTS, ONNX_NAMES, QUANTIZED_PARTS, WeightFormat, block_weight_shapes, weight_shapes
+from exporter.spec.dtypes import ONNX_NAMES
+from exporter.spec.parameters import MERGED_WEIGHTS, block_weight_shapes, weight_shapes
+from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
 
 
 def map_data(folder: Path) -> np.ndarray:
@@ -48,7 +50,14 @@ class GraphWeights:
         OSError: the graph cannot be read.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig, first_layer: int, description: dict, weight_format: WeightFormat | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        first_layer: int,
+        description: dict,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
         self.description = description
         self._path, self._format = folder / DATA_FILE, weight_format
         self._tensors: dict[str, TensorProto] = {}
@@ -98,12 +107,16 @@ class GraphWeights:
 
         first, last = (block * size * shape[1] * weight_format.bits // 8 for block in (blocks.start, blocks.stop))
         run = self._raw(self._tensors[f"{place.stored}.integers"])[first:last]
-        values = unpack(run, weight_format.bits, weight_format.symmetric)[: (blocks.stop - blocks.start) * size * shape[1]]
+        values = unpack(run, weight_format.bits, weight_format.symmetric)[
+            : (blocks.stop - blocks.start) * size * shape[1]
+        ]
         zero_points = None
         if not weight_format.symmetric:
             whole = unpack(self._raw(self._tensors[f"{place.stored}.zero_points"]), weight_format.bits, symmetric=False)
             zero_points = whole[: scales.numel()].reshape(scales.shape)[blocks, place.outputs]
-        weight = Quantized(values.reshape(-1, shape[1])[:, place.outputs], scales[blocks, place.outputs], zero_points).dequantized()
+        weight = Quantized(
+            values.reshape(-1, shape[1])[:, place.outputs], scales[blocks, place.outputs], zero_points
+        ).dequantized()
         return weight[start - blocks.start * size : stop - blocks.start * size].T
 
     def _mapped(self, name: str) -> Tensor:
@@ -112,7 +125,9 @@ class GraphWeights:
 
     def _raw(self, tensor: TensorProto) -> Tensor:
         where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
-        return torch.from_numpy(np.asarray(np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))))
+        return torch.from_numpy(
+            np.asarray(np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],)))
+        )
 
 
 class PartedWeights:
@@ -133,22 +148,31 @@ def bundle_weights(bundle: Bundle) -> WeightSource:
         BundleError: they are not the weights, of the shapes, that the manifest's geometry asks for.
     """
     manifest = bundle.manifest
-    parts = [GraphWeights(part.folder, manifest.config, manifest.unit.first_layer, manifest.weights, manifest.weight_format) for part in bundle.parts]
+    parts = [
+        GraphWeights(part.folder, manifest.config, manifest.unit.first_layer, manifest.weights, manifest.weight_format)
+        for part in bundle.parts
+    ]
     found = {name: shape for part in parts for name, shape in part.shapes.items()}
     expected = weight_shapes(manifest.config, manifest.unit)
     wrong = sorted(name for name, shape in expected.items() if found.get(name) != shape)
     if wrong:
         got = found.get(wrong[0], "none")
-        raise BundleError(f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, as for {len(wrong) - 1} others")
+        raise BundleError(
+            f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, as for {len(wrong) - 1} others"
+        )
     rows = {found[table][0] for table in ROPE_TABLES if table in found}
     if rows - {2 * manifest.max_positions} or (manifest.unit.kind != "component" and not rows):
-        raise BundleError(f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, expected {2 * manifest.max_positions}, two a position")
+        raise BundleError(
+            f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, expected {2 * manifest.max_positions}, two a position"
+        )
     return parts[0] if len(parts) == 1 else PartedWeights(parts)
 
 
 def _places(stored: str, config: ModelConfig) -> Iterator[tuple[str, _Place]]:
     """The weights that a stored tensor holds, by canonical name: several of a block's projections where they are merged."""
-    block, number, name = stored.split(".", 2) if stored.startswith("blocks.") and stored.count(".") > 1 else ("", "", stored)
+    block, number, name = (
+        stored.split(".", 2) if stored.startswith("blocks.") and stored.count(".") > 1 else ("", "", stored)
+    )
     merged = MERGED_WEIGHTS.get(name.removesuffix(".weight"), ())
     if not merged:
         yield stored, _Place(stored, slice(None))

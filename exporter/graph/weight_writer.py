@@ -24,22 +24,28 @@ from torch import Tensor
 
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckpointError
-from exporter.graph.assemble import ROPE_TABLES, AssembledGraph, StoredTensor
+from exporter.graph.assemble import ROPE_TABLES, AssembledGraph
 from exporter.graph.quantize import pack, quantize
+from exporter.graph.stored_tensor import StoredTensor
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import ONNX_TYPES, QUANTIZED_PARTS, WeightFormat
+from exporter.spec.dtypes import ONNX_TYPES
 from exporter.spec.rope import rotation_table
+from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
-SLICE_BYTES = 64 * 2**20  # of a piece, were it float32; wide runs of a matrix's columns read its pages from the disk few times
+SLICE_BYTES = (
+    64 * 2**20
+)  # of a piece, were it float32; wide runs of a matrix's columns read its pages from the disk few times
 ROUNDED_SLICE_BYTES = SLICE_BYTES // 4  # of one that is rounded to integers: that takes several copies of it
 BLOCK_VALUES = 2**19  # converted, checked and put in place together, while they are in the processor's caches
 WORKERS = 2  # pieces read and converted at the same time
 KEPT_BUFFERS = 6  # more than are ever in flight
-CACHED_BYTES = 64 * 2**20  # of a file being written stay in the page cache: the disk starts early, and room is left for what is read
+CACHED_BYTES = (
+    64 * 2**20
+)  # of a file being written stay in the page cache: the disk starts early, and room is left for what is read
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,9 @@ class _HashedFile:
     def _write(self, data: memoryview | bytes, done: Callable[[], None]) -> None:
         self._file.write(data)
         self._n_written += len(data)
-        if self._n_written > CACHED_BYTES and hasattr(os, "posix_fadvise"):  # advice only: where there is none the same bytes are written
+        if self._n_written > CACHED_BYTES and hasattr(
+            os, "posix_fadvise"
+        ):  # advice only: where there is none the same bytes are written
             os.posix_fadvise(self._file.fileno(), 0, self._n_written - CACHED_BYTES, os.POSIX_FADV_DONTNEED)
         self.digest.update(data)
         self._progress(len(data))
@@ -140,7 +148,12 @@ def place_weights(graph: AssembledGraph) -> list[int]:
         offset = end + -end % ALIGNMENT_BYTES
         end = offset + stored.n_bytes
         graph.model.graph.initializers[stored.name].const_value = ir.ExternalTensor(
-            DATA_FILE, offset, stored.n_bytes, ir.DataType(ONNX_TYPES[stored.dtype]), shape=ir.Shape(stored.shape), name=stored.name
+            DATA_FILE,
+            offset,
+            stored.n_bytes,
+            ir.DataType(ONNX_TYPES[stored.dtype]),
+            shape=ir.Shape(stored.shape),
+            name=stored.name,
         )
         offsets.append(offset)
     return offsets
@@ -174,7 +187,9 @@ class _Buffers:
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(memory))
 
 
-Piece = tuple[StoredTensor, Tensor, dict[str, int]]  # what it is of, its bytes in file order uint8 [n], weight → how many values became zero
+Piece = tuple[
+    StoredTensor, Tensor, dict[str, int]
+]  # what it is of, its bytes in file order uint8 [n], weight → how many values became zero
 Read = Callable[[], dict[str, Tensor]]  # the same run of inputs, or of rows, of each weight that a stored tensor holds
 
 
@@ -195,7 +210,9 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
         torch.set_num_threads(threads)
 
 
-def _pieces(graph: AssembledGraph, config: ModelConfig, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
+def _pieces(
+    graph: AssembledGraph, config: ModelConfig, weights: WeightSource, buffers: _Buffers
+) -> Iterator[Callable[[], Piece]]:
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
     runs: list[_RoundedRun] = []
     for stored in graph.stored:
@@ -206,7 +223,10 @@ def _pieces(graph: AssembledGraph, config: ModelConfig, weights: WeightSource, b
             assert graph.weight_format is not None, "only a weight format has weights in parts"
             weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
             blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
-            runs = [_RoundedRun(read, weight_format, graph.dtype) for read in _reads(stored, config, weights, ROUNDED_SLICE_BYTES, blocks)]
+            runs = [
+                _RoundedRun(read, weight_format, graph.dtype)
+                for read in _reads(stored, config, weights, ROUNDED_SLICE_BYTES, blocks)
+            ]
         yield from (partial(run.piece, stored) for run in runs)
 
 
@@ -246,13 +266,19 @@ def _piece(stored: StoredTensor, read: Read, buffers: _Buffers) -> Piece:
     return stored, data, {name: _convert(name, run, part, stored.dtype) for (name, run), part in parts}
 
 
-def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, n_bytes: int, whole: int = 1) -> Iterator[Read]:
+def _reads(
+    stored: StoredTensor, config: ModelConfig, weights: WeightSource, n_bytes: int, whole: int = 1
+) -> Iterator[Read]:
     """Reads of the weights in their source's dtype and layout, each of `n_bytes` were it float32.
 
     Each makes a run of the stored tensor's rows, a multiple of `whole` but the last.
     """
     if stored.name in ROPE_TABLES:
-        yield lambda: {stored.name: torch.from_numpy(rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.name)])}
+        yield lambda: {
+            stored.name: torch.from_numpy(
+                rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.name)]
+            )
+        }
         return
     if len(stored.shape) == 1:
         yield partial(_read, stored.weights, weights)
@@ -260,7 +286,9 @@ def _reads(stored: StoredTensor, config: ModelConfig, weights: WeightSource, n_b
     length, width = stored.shape
     step = max(1, n_bytes // (width * 4 * whole)) * whole
     for start in range(0, length, step):
-        run = slice(start, min(start + step, length))  # of stored rows: the weight's columns where it is stored transposed
+        run = slice(
+            start, min(start + step, length)
+        )  # of stored rows: the weight's columns where it is stored transposed
         yield partial(_read, stored.weights, weights, **({"columns": run} if stored.transposed else {"rows": run}))
 
 
@@ -278,7 +306,9 @@ def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
     rows = max(1, BLOCK_VALUES * len(run) // run.numel())
     for block, place in zip(run.split(rows), target.split(rows), strict=True):
         between_halves = block.element_size() == place.element_size() == 2 and block.dtype != place.dtype
-        converted = (block.float() if between_halves else block).to(place.dtype)  # twice as fast as torch's own way from half to half
+        converted = (block.float() if between_halves else block).to(
+            place.dtype
+        )  # twice as fast as torch's own way from half to half
         if not _is_finite(converted):
             _check_finite(name, block)
             n_lost = int((~converted.isfinite()).sum())
@@ -299,7 +329,9 @@ def _is_finite(x: Tensor) -> bool:
 def _check_finite(name: str, run: Tensor) -> None:
     if not _is_finite(run):
         n_bad = int((~run.isfinite()).sum())
-        raise CheckpointError(f"weight {name}: {n_bad} of its values are inf or NaN; the checkpoint is damaged, fetch it again")
+        raise CheckpointError(
+            f"weight {name}: {n_bad} of its values are inf or NaN; the checkpoint is damaged, fetch it again"
+        )
 
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -11,23 +11,15 @@ Shape letters: B batch, T new tokens, L total length read, C cache capacity, H q
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from exporter.model.observe import See, prefixed, unseen
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
 from exporter.spec.rope import rotation_table
-
-See = Callable[[str, Tensor], Tensor]
-
-
-def unseen(name: str, x: Tensor) -> Tensor:
-    """The default observer of named values. Another one may record them, or put others in their place: what it returns is
-    used from there on. The names are those of the graph's values, e.g. `blocks.3.mlp.gate_proj`."""
-    return x
+from exporter.spec.unit import Unit
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -163,12 +155,23 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.swiglu_mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, R: Tensor, past: tuple[Tensor, Tensor], write_indices: Tensor, visible: Tensor, see: See = unseen) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        R: Tensor,
+        past: tuple[Tensor, Tensor],
+        write_indices: Tensor,
+        visible: Tensor,
+        see: See = unseen,
+    ) -> Tensor:
         """x [B, T, E], R [B, T, D/2, 2], past key and value [B, K, C, D], visible [B, 1, T, L] → [B, T, E]."""
         queries, keys, values = self.prepare_qkv(see("attention_norm", self.attention_norm(x)), R, see)
         for cache, new in zip(past, (keys, values), strict=True):
             update_cache(cache, new, write_indices)
-        keys, values = (see(f"attention.{name}", cache[:, :, : visible.shape[-1]]) for name, cache in zip(("keys", "values"), past, strict=True))
+        keys, values = (
+            see(f"attention.{name}", cache[:, :, : visible.shape[-1]])
+            for name, cache in zip(("keys", "values"), past, strict=True)
+        )
         heads = self.attention(queries, keys, values, visible, see)
         h = see("attention.residual", x + self.merge_project(heads, see))
         return see("mlp.residual", h + self.swiglu_mlp(see("ffn_norm", self.ffn_norm(h)), see))
@@ -214,7 +217,13 @@ class Decoder(nn.Module):
                 self.lm_head.weight = self.embedding.weight
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, write_indices: Tensor, attention_mask: Tensor, *past: Tensor, see: See = unseen
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        write_indices: Tensor,
+        attention_mask: Tensor,
+        *past: Tensor,
+        see: See = unseen,
     ) -> Tensor:
         """One step. `past` holds key and value of each layer, [B, K, C, D] each, updated in place.
 
@@ -224,19 +233,17 @@ class Decoder(nn.Module):
         rows = cache_rows(write_indices, position_ids.shape[1])
         real = see("attention_mask.real", real_tokens(attention_mask, rows))
         visible = see("attention_mask.visible", visibility(attention_mask, rows, real))
-        R = torch.stack([see(f"rope.{part}", self.rotation[position_ids][..., i]) for i, part in enumerate(("cos", "sin"))], dim=-1)
+        R = torch.stack(
+            [see(f"rope.{part}", self.rotation[position_ids][..., i]) for i, part in enumerate(("cos", "sin"))], dim=-1
+        )
         h = see("embedding", self.embedding(x)) if self.unit.kind == "model" else x
         for layer, block in enumerate(self.blocks):
-            h = block(h, R, past[2 * layer : 2 * layer + 2], write_indices, visible, _prefixed(f"blocks.{layer}.", see))
+            h = block(h, R, past[2 * layer : 2 * layer + 2], write_indices, visible, prefixed(f"blocks.{layer}.", see))
         if self.unit.kind != "model":
             return see("hidden_states_out", h.masked_fill(~real[:, :, None], 0.0))
         if self.unit.logits == "last":
             h = see("last_token", h[torch.arange(len(h)), last_token(attention_mask, write_indices)])
         return see("logits", at_least_float32(see("lm_head", self.lm_head(see("norm", self.norm(h))))))
-
-
-def _prefixed(prefix: str, see: See) -> See:
-    return lambda name, x: see(prefix + name, x)
 
 
 def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from exporter.common.errors import InputError
 from exporter.model.block import canonical_name, eager_module
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -43,7 +44,9 @@ class RandomWeights:
         self.description = {"source": "random", "seed": seed}
         self.has_own_head = False
         self._seed = seed
-        self._last: tuple[str, Tensor] | None = None  # slices of one tensor are read one after the other, by several threads
+        self._last: tuple[str, Tensor] | None = (
+            None  # slices of one tensor are read one after the other, by several threads
+        )
         self._lock = threading.Lock()
         self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
 
@@ -85,7 +88,11 @@ def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: Wei
     for name in weight_shapes(config, unit):
         stored[name] = weights.read(name).to(TORCH_DTYPES[dtype])
     if config.tie_word_embeddings and unit.kind == "model":
-        stored["lm_head.weight"] = weights.read("lm_head.weight").to(TORCH_DTYPES[dtype]) if weights.has_own_head else stored["embedding.weight"]
+        stored["lm_head.weight"] = (
+            weights.read("lm_head.weight").to(TORCH_DTYPES[dtype])
+            if weights.has_own_head
+            else stored["embedding.weight"]
+        )
     state = {parameter: stored[canonical_name(unit, parameter)] for parameter in module.state_dict()}
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)

@@ -27,7 +27,9 @@ def take_along(old: Path, new: Path) -> None:
     """
     for name in foreign_entries(old):
         if os.path.lexists(new / name):
-            raise InputError(f"output {old}: its {name} was not written by an export and would be replaced; choose another -o")
+            raise InputError(
+                f"output {old}: its {name} was not written by an export and would be replaced; choose another -o"
+            )
         (new / name).parent.mkdir(exist_ok=True)
         _take(old / name, new / name)
     alike(old, new)
@@ -77,7 +79,12 @@ def _owned_files(folder: Path) -> set[str]:
 def _engine_files(folder: Path) -> set[str]:
     try:
         data: Any = read_document(folder / ENGINES_FILE)
-        return {record[key] for record in data["engines"] for key in ("file", "graph_file") if Path(record[key]).name == record[key]}
+        return {
+            record[key]
+            for record in data["engines"]
+            for key in ("file", "graph_file")
+            if Path(record[key]).name == record[key]
+        }
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 

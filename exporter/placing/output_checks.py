@@ -43,7 +43,9 @@ def _problem(target: Path) -> str | None:
             return f"{what} lies there, and a bundle replaces its folder as a whole, expected a folder for the bundle alone"
     mounts = [point for point in _mount_points() if target in (point, *point.parents)]
     if mounts:
-        return f"{mounts[0]} is a mount point, which cannot be moved; expected a folder without one, such as one inside it"
+        return (
+            f"{mounts[0]} is a mount point, which cannot be moved; expected a folder without one, such as one inside it"
+        )
     return _not_the_callers(target)
 
 

@@ -89,12 +89,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_count("config n_layers", self.n_layers, MOST_LAYERS)
-        for field in ("hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size", "context_length"):
+        for field in (
+            "hidden_size",
+            "n_heads",
+            "n_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "context_length",
+        ):
             _check_count(f"config {field}", getattr(self, field))
         for field in ("rope_theta", "norm_eps"):
             _check_number(f"config {field}", getattr(self, field))
         if not isinstance(self.tie_word_embeddings, bool):
-            raise InputError(f"config tie_word_embeddings: got {short(self.tie_word_embeddings)}, expected true or false")
+            raise InputError(
+                f"config tie_word_embeddings: got {short(self.tie_word_embeddings)}, expected true or false"
+            )
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise InputError(f"config rope_scaling: got {self.rope_scaling!r}, expected a RopeScaling or None")
         if self.n_heads % self.n_kv_heads:
@@ -103,7 +113,9 @@ class ModelConfig:
                 "of n_kv_heads; each KV head serves the same number of query heads"
             )
         if self.head_dim % 2:
-            raise InputError(f"config head_dim: got {self.head_dim}, expected an even number; RoPE rotates pairs of features")
+            raise InputError(
+                f"config head_dim: got {self.head_dim}, expected an even number; RoPE rotates pairs of features"
+            )
 
     @property
     def n_rep(self) -> int:
@@ -134,7 +146,9 @@ def _known_keys(kind: type, data: object, subject: str) -> dict:
     unknown = set(data) - {field.name for field in fields}
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
     if unknown or required - set(data):
-        raise InputError(f"{subject}: unknown keys {short(sorted(unknown))}, missing keys {sorted(required - set(data))}")
+        raise InputError(
+            f"{subject}: unknown keys {short(sorted(unknown))}, missing keys {sorted(required - set(data))}"
+        )
     return data
 
 
@@ -180,7 +194,9 @@ WIDTH_RULES: dict[str, WidthRule] = {
 }
 
 
-def _llama3(name: str, hidden_size: int, n_layers: int, n_heads: int, scaling: float | None = None, tied: bool = False) -> ModelConfig:
+def _llama3(
+    name: str, hidden_size: int, n_layers: int, n_heads: int, scaling: float | None = None, tied: bool = False
+) -> ModelConfig:
     return ModelConfig(
         hidden_size=hidden_size,
         n_layers=n_layers,
@@ -226,5 +242,7 @@ def lookup(name: str) -> ModelConfig:
         InputError: no such model; the message lists those there are.
     """
     if name not in CATALOGUE:
-        raise InputError(f"model: got {name!r}, expected one of {', '.join(CATALOGUE)}; for another model give its --checkpoint folder")
+        raise InputError(
+            f"model: got {name!r}, expected one of {', '.join(CATALOGUE)}; for another model give its --checkpoint folder"
+        )
     return CATALOGUE[name]

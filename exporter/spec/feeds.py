@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 
-def step_feeds(name: str, x: Any, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0) -> dict[str, Any]:
+def step_feeds(
+    name: str, x: Any, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0
+) -> dict[str, Any]:
     """Feeds of one step over right-padded rows.
 
     Args:

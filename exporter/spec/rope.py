@@ -32,5 +32,7 @@ def rotation_table(config: ModelConfig, max_positions: int) -> np.ndarray:
 
     Angles are taken in float64 and rounded once: in half precision cos is off by more than 0.7 at position 4,095.
     """
-    angles = np.outer(np.arange(2 * max_positions), frequencies(config.head_dim, config.rope_theta, config.rope_scaling))
+    angles = np.outer(
+        np.arange(2 * max_positions), frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    )
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)

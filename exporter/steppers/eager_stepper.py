@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from exporter.bundle.bundle import Bundle
 from exporter.graph.weight_reader import bundle_weights
-from exporter.model.block import See, unseen
+from exporter.model.observe import See, unseen
 from exporter.model.weights import WeightSource, load_eager
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import TensorSpec, Unit, graph_contract, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import TensorSpec, graph_contract
+from exporter.spec.unit import Unit
 from exporter.steppers.protocol import HostCache, Stepper
 
 
@@ -52,7 +54,9 @@ class EagerStepper(Stepper[HostCache]):
         self.module = module
 
     @classmethod
-    def from_weights(cls, config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weights: WeightSource) -> EagerStepper:
+    def from_weights(
+        cls, config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weights: WeightSource
+    ) -> EagerStepper:
         """Fills the eager module from any weight source, such as the checkpoint a bundle is made from."""
         return cls(config, unit, dtype, load_eager(config, unit, max_positions, weights, dtype))
 
@@ -66,7 +70,9 @@ class EagerStepper(Stepper[HostCache]):
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
+    ) -> dict[str, np.ndarray]:
         """As `Stepper.run`; `see` is called with every named value of the decoder, and what it returns is used from there on."""
         inputs = [feed_tensor(feeds, spec) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))

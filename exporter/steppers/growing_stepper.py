@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import onnxruntime
 
-from exporter.spec.contract import Contract, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import Contract
 from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache, Stepper
 
@@ -31,15 +32,24 @@ class GrowingStepper(Stepper[HostCache]):
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0
+    ) -> dict[str, np.ndarray]:
         """As `Stepper.run`, the rows so far cut out of the cache as the past, and the new ones of the present put back into it."""
         assert cache is not None, "only models grow a cache"
         (past_len,) = set(feeds["write_indices"].tolist())
         total_len = feeds["attention_mask"].shape[1]
         rows = slice(first_row, first_row + len(feeds["write_indices"]))
-        inputs = {spec.name: feeds[spec.name].astype(numpy_dtype(spec.dtype)) for spec in self.contract.step_inputs if spec.name != "write_indices"}
+        inputs = {
+            spec.name: feeds[spec.name].astype(numpy_dtype(spec.dtype))
+            for spec in self.contract.step_inputs
+            if spec.name != "write_indices"
+        }
         pasts, presents = zip(*self.contract.cache_pairs, strict=True)
-        inputs |= {name: np.ascontiguousarray(array[rows, :, :past_len]) for name, array in zip(pasts, cache.arrays, strict=True)}
+        inputs |= {
+            name: np.ascontiguousarray(array[rows, :, :past_len])
+            for name, array in zip(pasts, cache.arrays, strict=True)
+        }
         names = [spec.name for spec in self.contract.step_outputs]
         with refusals():
             results = self._session.run([*names, *presents], inputs)

@@ -14,7 +14,8 @@ import onnxruntime
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError
 from exporter.common.timing import timed
-from exporter.spec.contract import BATCH, CAPACITY, ONNX_TYPES, Contract, numpy_dtype
+from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
+from exporter.spec.tensors import BATCH, CAPACITY, Contract
 from exporter.steppers.protocol import Cache, HostCache, Stepper
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ class CudaCache(Cache):
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self.values = [
-            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype)), "cuda", 0)
+            onnxruntime.OrtValue.ortvalue_from_numpy(
+                np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype)), "cuda", 0
+            )
             for spec in contract.cache_specs
         ]
 
@@ -90,27 +93,43 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
                 "install its libraries and driver, or ask for CPUExecutionProvider"
             )
         self.contract = contract
-        self.description = f"onnxruntime {onnxruntime.__version__} on {provider}" + (", integer products" if integer_products else "")
+        self.description = f"onnxruntime {onnxruntime.__version__} on {provider}" + (
+            ", integer products" if integer_products else ""
+        )
         self._device = DEVICES[provider]
         self._types = {spec.name: ONNX_TYPES[spec.dtype] for spec in (*contract.inputs, *contract.outputs)}
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle, provider: str | None = None, integer_products: bool = True) -> OnnxruntimeStepper:
+    def from_bundle(
+        cls, bundle: Bundle, provider: str | None = None, integer_products: bool = True
+    ) -> OnnxruntimeStepper:
         """As a bundle is decoded: with integer products, where its weights are in integers."""
         integer_products &= bundle.manifest.weight_format is not None
-        return cls(str(bundle.graph_path), bundle.manifest.contract, bundle.manifest.dtype, provider, integer_products=integer_products)
+        return cls(
+            str(bundle.graph_path),
+            bundle.manifest.contract,
+            bundle.manifest.dtype,
+            provider,
+            integer_products=integer_products,
+        )
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache | CudaCache:
         kind = HostCache if self._device == "cpu" else CudaCache
         return kind(self.contract, n_rows, capacity)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: HostCache | CudaCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: HostCache | CudaCache | None = None, first_row: int = 0
+    ) -> dict[str, np.ndarray]:
         return {name: value.numpy() for name, value in self._run(feeds, cache, first_row).items()}
 
-    def pass_on(self, feeds: Mapping[str, Any], cache: HostCache | CudaCache, first_row: int = 0) -> onnxruntime.OrtValue:
+    def pass_on(
+        self, feeds: Mapping[str, Any], cache: HostCache | CudaCache, first_row: int = 0
+    ) -> onnxruntime.OrtValue:
         return self._run(feeds, cache, first_row)["hidden_states_out"]
 
-    def _run(self, feeds: Mapping[str, Any], cache: HostCache | CudaCache | None, first_row: int) -> dict[str, onnxruntime.OrtValue]:
+    def _run(
+        self, feeds: Mapping[str, Any], cache: HostCache | CudaCache | None, first_row: int
+    ) -> dict[str, onnxruntime.OrtValue]:
         """A step whose feeds may be another step's values, and whose outputs stay onnxruntime's own."""
         binding = self._session.io_binding()
         held = []  # what is bound by its address: kept alive
@@ -131,8 +150,12 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
         results = binding.get_outputs()[: len(self.contract.step_outputs)]
         return {spec.name: result for spec, result in zip(self.contract.step_outputs, results, strict=True)}
 
-    def _bind_cache(self, binding: onnxruntime.IOBinding, cache: HostCache | CudaCache, first_row: int, n_rows: int) -> None:
-        for (past, present), spec, (address, stride) in zip(self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True):
+    def _bind_cache(
+        self, binding: onnxruntime.IOBinding, cache: HostCache | CudaCache, first_row: int, n_rows: int
+    ) -> None:
+        for (past, present), spec, (address, stride) in zip(
+            self.contract.cache_pairs, self.contract.cache_specs, _buffers(cache), strict=True
+        ):
             shape = spec.shape({BATCH: n_rows, CAPACITY: cache.capacity})
             start = address + first_row * stride
             binding.bind_input(past, self._device, 0, self._types[past], shape, start)
@@ -152,11 +175,16 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # onnxruntime raises its own types per status code, all of them plain Exceptions
-        raise BackendError(f"onnxruntime: it does not run this graph: {str(error).partition(chr(10))[0][:300]}") from error
+        raise BackendError(
+            f"onnxruntime: it does not run this graph: {str(error).partition(chr(10))[0][:300]}"
+        ) from error
 
 
 def open_session(
-    graph: str | bytes, provider: str = "CPUExecutionProvider", data_folder: Path | None = None, integer_products: bool = False
+    graph: str | bytes,
+    provider: str = "CPUExecutionProvider",
+    data_folder: Path | None = None,
+    integer_products: bool = False,
 ) -> onnxruntime.InferenceSession:
     """A quiet session on one provider, over a graph file or over a model's bytes whose external data lies in `data_folder`.
 
@@ -165,9 +193,13 @@ def open_session(
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", _INTEGER_PRODUCTS if integer_products else _FLOAT32_PRODUCTS)
+    options.add_session_config_entry(
+        "session.qdq_matmulnbits_accuracy_level", _INTEGER_PRODUCTS if integer_products else _FLOAT32_PRODUCTS
+    )
     if data_folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(data_folder.absolute()))
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(data_folder.absolute())
+        )
     what = graph if isinstance(graph, str) else f"a graph over the data in {data_folder}"
     try:
         with timed(log, "session of %s on %s", what, provider):
@@ -188,7 +220,9 @@ def _check_provider(provider: str, dtype: str) -> None:
     if provider not in DEVICES:
         raise BackendError(f"onnxruntime: got provider {provider!r}, expected one of {', '.join(DEVICES)}")
     if provider not in available:
-        raise BackendError(f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA")
+        raise BackendError(
+            f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA"
+        )
     if dtype == "bf16" and provider == "CPUExecutionProvider":
         raise BackendError(
             "onnxruntime: CPUExecutionProvider has no bf16 kernels (MatMul, Mul, Attention …); "

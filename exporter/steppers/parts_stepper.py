@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from exporter.bundle.bundle import Bundle
-from exporter.spec.contract import Contract
+from exporter.spec.tensors import Contract
 from exporter.steppers.protocol import Cache, Stepper
 
 
@@ -70,7 +70,9 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
             made.pop_all()
         return PartsCache(caches)
 
-    def run(self, feeds: Mapping[str, np.ndarray], cache: PartsCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: PartsCache | None = None, first_row: int = 0
+    ) -> dict[str, np.ndarray]:
         assert cache is not None, "a component is one graph"
         return self.steppers[-1].run(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
 

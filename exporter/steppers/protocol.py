@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from exporter.spec.contract import BATCH, CAPACITY, Contract, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import BATCH, CAPACITY, Contract
 
 
 class Cache(ABC):
@@ -54,7 +55,10 @@ class HostCache(Cache):
 
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
-        self.arrays = [np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype)) for spec in contract.cache_specs]
+        self.arrays = [
+            np.zeros(spec.shape({BATCH: n_rows, CAPACITY: capacity}), numpy_dtype(spec.dtype))
+            for spec in contract.cache_specs
+        ]
 
     def zero(self, row: int, start: int, stop: int) -> None:
         for array in self.arrays:
@@ -109,7 +113,9 @@ class Stepper(ABC, Generic[OwnCache]):
         """A zeroed cache in the memory this stepper computes in."""
 
     @abstractmethod
-    def run(self, feeds: Mapping[str, np.ndarray], cache: OwnCache | None = None, first_row: int = 0) -> dict[str, np.ndarray]:
+    def run(
+        self, feeds: Mapping[str, np.ndarray], cache: OwnCache | None = None, first_row: int = 0
+    ) -> dict[str, np.ndarray]:
         """Runs one step and returns the outputs by name, cache outputs left out.
 
         Args:

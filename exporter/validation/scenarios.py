@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import BATCH, SEQUENCE, TOTAL, Contract, Unit, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.feeds import step_feeds
 from exporter.spec.rope import rotation_table
+from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, Contract
+from exporter.spec.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Scenario:
     left_pad: tuple[int, ...] = ()
     shift: int = 0
 
-    def feeds(self, contract: Contract, config: ModelConfig, rng: np.random.Generator) -> Iterator[dict[str, np.ndarray]]:
+    def feeds(
+        self, contract: Contract, config: ModelConfig, rng: np.random.Generator
+    ) -> Iterator[dict[str, np.ndarray]]:
         """The feeds of each step in turn, tokens or hidden states drawn from `rng`."""
         first_input = contract.inputs[0]
         past = np.zeros(len(self.steps[0]), np.int64)
@@ -79,7 +83,9 @@ class RunLimits:
             return scenario
         if n_rows > 1:
             return None
-        steps = tuple((min(longest, length - done),) for (length,) in scenario.steps for done in range(0, length, longest))
+        steps = tuple(
+            (min(longest, length - done),) for (length,) in scenario.steps for done in range(0, length, longest)
+        )
         return dataclasses.replace(scenario, steps=steps)
 
 
@@ -116,7 +122,9 @@ COMPONENT_SIZES = (
 )
 
 
-def component_feeds(contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
+def component_feeds(
+    contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator
+) -> dict[str, np.ndarray]:
     """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
     feeds = {}
     for spec in contract.inputs:

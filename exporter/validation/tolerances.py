@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 
 MEASURED_FILE = "measured_errors.json"
 
@@ -117,7 +117,11 @@ _KINDS = {
     "residual": "residual",
 }  # fmt: skip
 
-_ULP = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # half a unit in the last place: what rounding once may cost
+_ULP = {
+    "fp32": 2.0**-24,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+}  # half a unit in the last place: what rounding once may cost
 
 # Kind → what is allowed in half units of the last place, at fp32 / fp16 / bf16, and the share that may differ in bits at fp16
 # and bf16. A figure of 1 is rounding once and nothing else.
@@ -157,7 +161,9 @@ def operation_budget(name: str, dtype: str, backend: str, integer_weights: bool 
     kind = operation_kind(name)
     *ulps, differing, reason = OPERATIONS[kind]
     through = "fp32" if (backend, dtype) == ("onnxruntime", "bf16") else dtype
-    allowed = _HALF_SCORES_BUDGET if (backend, kind, dtype) == _HALF_SCORES else ulps[("fp32", "fp16", "bf16").index(through)]
+    allowed = (
+        _HALF_SCORES_BUDGET if (backend, kind, dtype) == _HALF_SCORES else ulps[("fp32", "fp16", "bf16").index(through)]
+    )
     if integer_weights and (backend, kind, dtype) == _PACKED_WEIGHTS:
         allowed = _PACKED_WEIGHTS_BUDGET
     bitwise = differing if through != "fp32" else 1.0
@@ -177,8 +183,6 @@ def measured_operation_errors() -> dict[str, dict[str, dict[str, dict[str, float
 def measured_output_errors() -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """The largest error measured of outputs and cache rows: stage → unit → dtype → scenario; random weights."""
     return _measured()["outputs"]
-
-
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,14 @@ from pathlib import Path
 from exporter.bundle.bundle import ENGINES_FILE, REPORT_FILE, Bundle
 from exporter.bundle.engine_records import EngineRecord, changed_origins, file_problem, read_records, size_problem
 from exporter.bundle.genai_config import genai_config
-from exporter.bundle.manifest import GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILES, graph_beside, graph_files
+from exporter.bundle.manifest import (
+    GENAI_CONFIG_FILE,
+    GRAPH_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILES,
+    graph_beside,
+    graph_files,
+)
 from exporter.bundle.tokenizer import open_tokenizer
 from exporter.common.documents import is_inside, read_document
 from exporter.common.errors import BundleError, CheckFailed, together
@@ -101,7 +108,12 @@ class Verification:
             "validation_passed": validation.get("passed") if isinstance(validation, dict) else None,
             "versions": report.get("versions", {}),
             "engines": [
-                {"file": f"{prefix}{record.file}", "backend": record.backend, "version": record.version, "cache_capacity": record.cache_capacity}
+                {
+                    "file": f"{prefix}{record.file}",
+                    "backend": record.backend,
+                    "version": record.version,
+                    "cache_capacity": record.cache_capacity,
+                }
                 for prefix, part in _parts(bundle)
                 for record in _records(part)
             ],
@@ -128,8 +140,18 @@ def verify_bundle(folder: str | Path) -> Verification:
             raise
         reason = str(error).removeprefix(f"{folder / MANIFEST_FILE}: ")
         return Verification(folder, None, (MANIFEST_FILE,), (Problem(DAMAGE, MANIFEST_FILE, reason),), ())
-    files = (MANIFEST_FILE, *bundle.manifest.files, *(name for name in (REPORT_FILE,) if (folder / name).exists()), *_engine_files(bundle))
-    problems = (*_graph_problems(bundle), *_text_problems(bundle), *_report_problems(bundle), *_all_engine_problems(bundle))
+    files = (
+        MANIFEST_FILE,
+        *bundle.manifest.files,
+        *(name for name in (REPORT_FILE,) if (folder / name).exists()),
+        *_engine_files(bundle),
+    )
+    problems = (
+        *_graph_problems(bundle),
+        *_text_problems(bundle),
+        *_report_problems(bundle),
+        *_all_engine_problems(bundle),
+    )
     return Verification(folder, bundle, files, problems, _other_files(folder, set(files)))
 
 
@@ -152,7 +174,9 @@ def _engine_files(bundle: Bundle) -> list[str]:
         if (part.folder / ENGINES_FILE).is_file():
             names[f"{prefix}{ENGINES_FILE}"] = None
         for record in _records(part):
-            names |= {f"{prefix}{name}": None for name in (record.file, record.graph_file) if name not in ("", GRAPH_FILE)}
+            names |= {
+                f"{prefix}{name}": None for name in (record.file, record.graph_file) if name not in ("", GRAPH_FILE)
+            }
     return list(names)
 
 
@@ -175,7 +199,10 @@ def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
         if part.graph_path.is_file() and is_inside(part.graph_path, part.folder):
             with timed(log, "%s against its contract", name):
                 problems = graph_problems(part.graph_path, part.manifest.contract, trusted=name not in suspect)
-            yield from (Problem(CONTRACT, name, problem) for problem in (*problems, *([misshapen[name]] if name in misshapen else [])))
+            yield from (
+                Problem(CONTRACT, name, problem)
+                for problem in (*problems, *([misshapen[name]] if name in misshapen else []))
+            )
 
 
 def _text_problems(bundle: Bundle) -> Iterator[Problem]:
@@ -184,16 +211,26 @@ def _text_problems(bundle: Bundle) -> Iterator[Problem]:
     listed = set(manifest.files) - set(graph_files(len(manifest.parts)))
     growing = manifest.unit.cache == "growing"
     if growing != (GENAI_CONFIG_FILE in listed):
-        yield Problem(DAMAGE, MANIFEST_FILE, f"it lists {'no ' if growing else ''}{GENAI_CONFIG_FILE} for a cache that is {manifest.unit.cache}")
+        yield Problem(
+            DAMAGE,
+            MANIFEST_FILE,
+            f"it lists {'no ' if growing else ''}{GENAI_CONFIG_FILE} for a cache that is {manifest.unit.cache}",
+        )
     of_tokenizer = sorted(listed & set(TOKENIZER_FILES))
     if manifest.unit.kind != "model" and of_tokenizer:
-        yield Problem(DAMAGE, MANIFEST_FILE, f"it lists {', '.join(of_tokenizer)} for a {manifest.unit}, which has no tokens")
+        yield Problem(
+            DAMAGE, MANIFEST_FILE, f"it lists {', '.join(of_tokenizer)} for a {manifest.unit}, which has no tokens"
+        )
     for name in sorted(listed):
         if (bundle.folder / name).is_file() and name.endswith(".json"):
             yield from (Problem(DAMAGE, name, f"{problem}; export again") for problem in _json_problems(bundle, name))
     beyond = [token for token in manifest.end_token_ids if token >= manifest.config.vocab_size]
     if beyond:
-        yield Problem(DAMAGE, MANIFEST_FILE, f"got end_token_ids {beyond}, expected tokens below the vocabulary's {manifest.config.vocab_size:,}")
+        yield Problem(
+            DAMAGE,
+            MANIFEST_FILE,
+            f"got end_token_ids {beyond}, expected tokens below the vocabulary's {manifest.config.vocab_size:,}",
+        )
 
 
 def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
@@ -256,14 +293,23 @@ def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str
     changed = changed_origins(bundle, record)
     for name in changed:
         was = record.lineage.get(name, "unknown")
-        yield record.file, f"it came from another {name} (SHA-256 {was:.12}…, the bundle's is {bundle.lineage[name]:.12}…); build again"
+        yield (
+            record.file,
+            f"it came from another {name} (SHA-256 {was:.12}…, the bundle's is {bundle.lineage[name]:.12}…); build again",
+        )
     dtypes = {spec.name: spec.dtype for spec in (*manifest.contract.inputs, *manifest.contract.outputs)}
     if record.dtypes != dtypes:
         differing = sorted(name for name in {*record.dtypes, *dtypes} if record.dtypes.get(name) != dtypes.get(name))
-        yield record.file, f"its record has other tensors or dtypes than the bundle at {', '.join(differing)}; build again"
+        yield (
+            record.file,
+            f"its record has other tensors or dtypes than the bundle at {', '.join(differing)}; build again",
+        )
     capacity = record.cache_capacity
     if (capacity is not None) != manifest.unit.has_cache or not 1 <= (capacity or 1) <= manifest.max_positions:
-        yield record.file, f"its record has cache_capacity {capacity} for a {manifest.unit} of {manifest.max_positions} positions; build again"
+        yield (
+            record.file,
+            f"its record has cache_capacity {capacity} for a {manifest.unit} of {manifest.max_positions} positions; build again",
+        )
     elif not is_inside(bundle.folder / record.graph_file, bundle.folder):
         yield record.graph_file, "it is a link that leads out of the folder; build again"
     elif capacity is not None and GRAPH_FILE not in changed and not bundle.file_problems([GRAPH_FILE]):

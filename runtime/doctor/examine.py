@@ -37,7 +37,12 @@ KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 
 def examine() -> Iterator[Finding]:
     """Every finding, as it is made: versions, conflicts, the machine, then each backend at work."""
-    stages = (version_findings(), conflict_findings(driver_cuda(), visible_gpus()), machine_findings(Path.cwd()), probe_findings(tuple(PROBES)))
+    stages = (
+        version_findings(),
+        conflict_findings(driver_cuda(), visible_gpus()),
+        machine_findings(Path.cwd()),
+        probe_findings(tuple(PROBES)),
+    )
     for finding in itertools.chain.from_iterable(stages):
         log.info("%s: %s, %s", finding.name, finding.state, finding.detail)
         yield finding
@@ -53,8 +58,18 @@ def machine_findings(folder: Path) -> Iterator[Finding]:
     needed = parameters * FILES_BYTES_PER_PARAMETER + DOWNLOAD_BYTES
     yield _room("disk here", shutil.disk_usage(folder).free, needed, "free some, or give -o a folder on another disk")
     temporary = Path(tempfile.gettempdir())
-    yield _room("disk for temporary files", shutil.disk_usage(temporary).free, DOWNLOAD_BYTES, "free some, or set TMPDIR to a folder on another disk")
-    yield _room("memory", available_host_bytes(), parameters * MEMORY_BYTES_PER_PARAMETER, "close what else runs, or validate with --by-layer")
+    yield _room(
+        "disk for temporary files",
+        shutil.disk_usage(temporary).free,
+        DOWNLOAD_BYTES,
+        "free some, or set TMPDIR to a folder on another disk",
+    )
+    yield _room(
+        "memory",
+        available_host_bytes(),
+        parameters * MEMORY_BYTES_PER_PARAMETER,
+        "close what else runs, or validate with --by-layer",
+    )
 
 
 def gpu_finding() -> Finding:
@@ -65,7 +80,9 @@ def gpu_finding() -> Finding:
         return Finding("GPU", GOOD, f"{listed}; the driver knows CUDA {cuda[0]}.{cuda[1]}" if cuda else listed)
     if KERNEL_DRIVER.is_file() and "CUDA_VISIBLE_DEVICES" not in os.environ:
         detail = "an NVIDIA kernel driver is loaded, and CUDA shows no GPU"
-        return Finding("GPU", FAILED, detail, "install the driver's libcuda of the same version, or give the container its devices")
+        return Finding(
+            "GPU", FAILED, detail, "install the driver's libcuda of the same version, or give the container its devices"
+        )
     return Finding("GPU", FACT, "none is visible; engines compile without one with tensorrt-rtx, and do not run")
 
 
@@ -98,7 +115,11 @@ def _run_child(scratch: Path, names: Sequence[str]) -> tuple[list[Finding], str]
     with open(scratch / "stdout", "w+") as out, open(scratch / "stderr", "w+") as errors:
         try:
             code = subprocess.run(command, stdout=out, stderr=errors, env=environment, timeout=TIMEOUT_S).returncode
-            end = f"it killed its process ({signal.Signals(-code).name})" if code < 0 else f"its process ended with exit code {code}"
+            end = (
+                f"it killed its process ({signal.Signals(-code).name})"
+                if code < 0
+                else f"its process ended with exit code {code}"
+            )
         except subprocess.TimeoutExpired:
             end = f"it did not end within {TIMEOUT_S} s"
         lines = (scratch / "stdout").read_text(errors="replace").splitlines()

@@ -18,7 +18,14 @@ from runtime.doctor.findings import FACT, FAILED, GOOD, Finding
 
 DISTRIBUTION = "blockline"
 FOR_DEVELOPERS = "test"  # an extra that no command needs
-ONNXRUNTIMES = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino", "onnxruntime-qnn", "onnxruntime-training")
+ONNXRUNTIMES = (
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "onnxruntime-directml",
+    "onnxruntime-openvino",
+    "onnxruntime-qnn",
+    "onnxruntime-training",
+)
 # NVIDIA's support matrix of TensorRT-RTX has RTX GPUs only (7.5, 8.6, 8.9, 12.0, 12.1); these are its data-centre GPUs.
 NOT_FOR_RTX = ("8.0", "9.0", "10.0", "10.3")
 # Distributions whose version or name says which CUDA they are built for, beside torch, which is asked when it is imported.
@@ -58,21 +65,30 @@ def _from_sources() -> tuple[str, list[tuple[str, str]]] | None:
     if project.get("name") != DISTRIBUTION:
         return None
     extras = project["optional-dependencies"]
-    return project["requires-python"], [("", line) for line in project["dependencies"]] + [(name, line) for name in extras for line in extras[name]]
+    return project["requires-python"], [("", line) for line in project["dependencies"]] + [
+        (name, line) for name in extras for line in extras[name]
+    ]
 
 
 def _from_metadata() -> tuple[str, list[tuple[str, str]]]:
     metadata = importlib.metadata.metadata(DISTRIBUTION)
     lines = importlib.metadata.requires(DISTRIBUTION) or []
     extras = ["", *(metadata.get_all("Provides-Extra") or [])]
-    return metadata["Requires-Python"], [(extra, line) for line in lines for extra in extras if (f'extra == "{extra}"' in line) == bool(extra)]
+    return metadata["Requires-Python"], [
+        (extra, line) for line in lines for extra in extras if (f'extra == "{extra}"' in line) == bool(extra)
+    ]
 
 
 def version_findings() -> Iterator[Finding]:
     """Python and every requirement: what is there, and whether it is in the range that is asked for."""
     python, wanted = requirements()
     good = SpecifierSet(python).contains(platform.python_version())
-    yield Finding("python", GOOD if good else FAILED, f"{platform.python_version()}, expected {python}", "" if good else f"use a Python {python}")
+    yield Finding(
+        "python",
+        GOOD if good else FAILED,
+        f"{platform.python_version()}, expected {python}",
+        "" if good else f"use a Python {python}",
+    )
     for requirement, extras in wanted.values():
         yield _version_finding(requirement, extras)
 
@@ -82,12 +98,18 @@ def _version_finding(requirement: Requirement, extras: list[str]) -> Finding:
     install = f"pip install '{DISTRIBUTION}{f'[{extras[0]}]' if optional else ''}'"
     version = installed_version(name)
     if version is None and name in ONNXRUNTIMES:
-        others = [(other, found) for other in ONNXRUNTIMES if (found := installed_version(other)) and requirement.specifier.contains(found)]
+        others = [
+            (other, found)
+            for other in ONNXRUNTIMES
+            if (found := installed_version(other)) and requirement.specifier.contains(found)
+        ]
         if others:
             return Finding(name, GOOD, f"not installed; {others[0][0]} {others[0][1]} is in its place")
     if version is None:
         if optional:
-            return Finding(name, FACT, f"not installed; comes with {' or '.join(f'{DISTRIBUTION}[{extra}]' for extra in extras)}")
+            return Finding(
+                name, FACT, f"not installed; comes with {' or '.join(f'{DISTRIBUTION}[{extra}]' for extra in extras)}"
+            )
         return Finding(name, FAILED, f"not installed, expected {requirement.specifier}", install)
     if not requirement.specifier.contains(Version(version), prereleases=True):
         return Finding(name, FAILED, f"{version}, expected {requirement.specifier}", install)
@@ -104,15 +126,27 @@ def conflict_findings(driver_cuda: tuple[int, int] | None, gpus: Sequence[Gpu]) 
     several = [name for name in ONNXRUNTIMES if installed_version(name)]
     if len(several) > 1:
         fix = f"pip uninstall -y {' '.join(several)}; pip install '{DISTRIBUTION}'"
-        yield Finding(" and ".join(several), FAILED, "both installed; they write the same files, and the last one wins in part", fix)
-    built_for: dict[str, tuple[int, ...]] = {name: (major,) for name, major in CUDA_OF_NAME.items() if installed_version(name)}
+        yield Finding(
+            " and ".join(several),
+            FAILED,
+            "both installed; they write the same files, and the last one wins in part",
+            fix,
+        )
+    built_for: dict[str, tuple[int, ...]] = {
+        name: (major,) for name, major in CUDA_OF_NAME.items() if installed_version(name)
+    }
     bindings = installed_version("cuda-bindings")
     if bindings:
         built_for["cuda-bindings"] = Version(bindings).release[:2]
     for name, cuda in built_for.items():
         problem = driver_problem(cuda, driver_cuda)
         if problem and driver_cuda is not None:
-            yield Finding(f"{name} and the driver", FAILED, problem, f"update the driver, or install {name} for CUDA {driver_cuda[0]}")
+            yield Finding(
+                f"{name} and the driver",
+                FAILED,
+                problem,
+                f"update the driver, or install {name} for CUDA {driver_cuda[0]}",
+            )
     unsupported = [gpu for gpu in gpus if gpu.compute_capability in NOT_FOR_RTX]
     if unsupported and installed_version("tensorrt_rtx") and not installed_version("tensorrt"):
         gpu = unsupported[0]

@@ -21,13 +21,22 @@ from engines.library.gpu import driver_cuda, visible_gpus
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import MANIFEST_FILE
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from runtime.doctor.findings import FACT, FAILED, GOOD, Finding
 from runtime.doctor.installed import NOT_FOR_RTX, driver_problem
 from runtime.session import DecodeSession
 
 MARK = "probe: "
-CONFIG = ModelConfig(hidden_size=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=64, context_length=64)
+CONFIG = ModelConfig(
+    hidden_size=64,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=64,
+    context_length=64,
+)
 CAPACITY, PROMPT, STEPS = 32, 5, 3
 
 
@@ -51,18 +60,24 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
     Raises:
         ArithmeticError: it differs by more than the tolerances allow.
     """
-    from exporter.export import reference_weights
     from exporter.steppers.eager_stepper import EagerStepper
     from exporter.validation.tolerances import CONTROL_FACTOR, tolerance
+    from exporter.validation.validation_steppers import reference_weights
 
     manifest = bundle.manifest
-    reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, reference_weights(bundle))
+    reference = EagerStepper.from_weights(
+        manifest.config, manifest.unit, "fp32", manifest.max_positions, reference_weights(bundle)
+    )
     expected, got = decode(DecodeSession(bundle, reference, 2, CAPACITY)), decode(session)
     error = float(np.abs(got - expected).max() / np.sqrt(np.mean(expected**2)))
     allowed = CONTROL_FACTOR * tolerance(("eager", backend), manifest.unit, manifest.dtype).allowed
     if not error <= allowed:
-        raise ArithmeticError(f"its outputs differ from the eager definition by {error:.1e} of rms, {allowed:.0e} allowed")
-    return f"{session.description}; {PROMPT} + {STEPS} tokens of 2 sequences, within {error:.0e} of rms of eager float32"
+        raise ArithmeticError(
+            f"its outputs differ from the eager definition by {error:.1e} of rms, {allowed:.0e} allowed"
+        )
+    return (
+        f"{session.description}; {PROMPT} + {STEPS} tokens of 2 sequences, within {error:.0e} of rms of eager float32"
+    )
 
 
 # --- the probes ----------------------------------------------------------------------------------------------------------
@@ -90,7 +105,9 @@ def export(folder: Path) -> str:
 
 
 def eager(folder: Path) -> str:
-    return check_output(Bundle.open(folder), "eager", DecodeSession.open(folder, "eager", max_batch=2, cache_capacity=CAPACITY))
+    return check_output(
+        Bundle.open(folder), "eager", DecodeSession.open(folder, "eager", max_batch=2, cache_capacity=CAPACITY)
+    )
 
 
 def onnxruntime_provider(provider: str, folder: Path) -> str:
@@ -120,7 +137,9 @@ def interpreter(folder: Path) -> str:
     if not any(importlib.util.find_spec(module) for module in MODULES.values()):
         raise Absent("it needs a TensorRT, whose parser it follows; none is installed")
     bundle = Bundle.open(folder)
-    return check_output(bundle, "interpreter", DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), 2, CAPACITY))
+    return check_output(
+        bundle, "interpreter", DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), 2, CAPACITY)
+    )
 
 
 def tensorrt_build(name: str, folder: Path) -> str:
@@ -148,10 +167,14 @@ def tensorrt_run(name: str, folder: Path) -> str:
     if not gpus:
         raise Absent("no GPU is visible")
     if name == "tensorrt-rtx" and gpus[0].compute_capability in NOT_FOR_RTX:
-        raise Absent(f"it is for RTX GPUs, this is {gpus[0].name} with compute capability {gpus[0].compute_capability}; use tensorrt")
+        raise Absent(
+            f"it is for RTX GPUs, this is {gpus[0].name} with compute capability {gpus[0].compute_capability}; use tensorrt"
+        )
     bundle = Bundle.open(folder)
     (record,) = [record for record in read_records(folder) if record.backend == name]
-    return check_output(bundle, "tensorrt", DecodeSession(bundle, open_tensorrt(bundle, record, RuntimeCuda()), 2, CAPACITY))
+    return check_output(
+        bundle, "tensorrt", DecodeSession(bundle, open_tensorrt(bundle, record, RuntimeCuda()), 2, CAPACITY)
+    )
 
 
 def _check_here(name: str) -> None:
@@ -161,7 +184,10 @@ def _check_here(name: str) -> None:
 
 REINSTALL = "reinstall it: pip install --force-reinstall 'blockline'"
 PROBES: dict[str, tuple[Callable[[Path], str], str]] = {
-    **{f"import {name}": (partial(import_package, name), REINSTALL) for name in ("torch", "onnx", "onnxscript", "onnxruntime")},
+    **{
+        f"import {name}": (partial(import_package, name), REINSTALL)
+        for name in ("torch", "onnx", "onnxscript", "onnxruntime")
+    },
     "export": (export, "see the lines above; with `python -m exporter export … --debug` the traceback shows"),
     "decode: eager": (eager, REINSTALL),
     "decode: onnxruntime CPU": (partial(onnxruntime_provider, "CPUExecutionProvider"), REINSTALL),
@@ -173,7 +199,11 @@ PROBES: dict[str, tuple[Callable[[Path], str], str]] = {
     "decode: interpreter": (interpreter, f"reinstall TensorRT: {INSTALL['tensorrt-rtx']}"),
     **{f"build: {name}": (partial(tensorrt_build, name), f"reinstall it: {INSTALL[name]}") for name in MODULES},
     **{
-        f"decode: {name}": (partial(tensorrt_run, name), f"reinstall it: {INSTALL[name]}; `make gpu-check` says more of this GPU") for name in MODULES
+        f"decode: {name}": (
+            partial(tensorrt_run, name),
+            f"reinstall it: {INSTALL[name]}; `make gpu-check` says more of this GPU",
+        )
+        for name in MODULES
     },
 }
 NEEDS_BUNDLE = tuple(name for name in PROBES if name.startswith(("decode", "build")))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import InputError
 from exporter.costs.ledger import Ledger
-from exporter.spec.contract import DTYPES, cache_capacity_step, weight_shapes
+from exporter.spec.dtypes import DTYPES
+from exporter.spec.limits import cache_capacity_step
+from exporter.spec.parameters import weight_shapes
 
 # onnxruntime's CPU provider computes half graphs in float32 and keeps a float32 copy of each weight beside the file's.
 _WEIGHT_COPIES = {("onnxruntime", "fp16"): 3.0, ("onnxruntime", "fp32"): 2.0}
@@ -62,7 +64,9 @@ class MemoryPlan:
         step, batch, capacity = self.capacity_step, self.max_batch, self.cache_capacity
         steps = _largest(capacity // step, lambda n: self.at(batch, n * step).total_bytes <= available_bytes)
         sequences = _largest(batch, lambda n: self.at(n, capacity).total_bytes <= available_bytes)
-        proposal = f"{batch} sequences would fit with cache_capacity {steps * step}, or {sequences} sequences with {capacity}"
+        proposal = (
+            f"{batch} sequences would fit with cache_capacity {steps * step}, or {sequences} sequences with {capacity}"
+        )
         if steps == sequences == 0:
             proposal = "no batch and no capacity would fit; free memory, or take a smaller model or dtype"
         raise InputError(
@@ -84,7 +88,9 @@ def plan_memory(manifest: Manifest, backend: str, max_batch: int, cache_capacity
     logits = config.vocab_size * 4 * max_batch if manifest.unit.kind == "model" else 0
     return MemoryPlan(
         weights_bytes=_weights_bytes(manifest, backend),
-        cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers,
+        cache_bytes_per_token=Ledger.of(config).cache_bytes_per_token(manifest.dtype)
+        // config.n_layers
+        * manifest.unit.n_layers,
         activations_bytes=max(max_batch, min(cache_capacity, 512)) * widest * compute_width + logits,
         max_batch=max_batch,
         cache_capacity=cache_capacity,
@@ -97,7 +103,9 @@ def _weights_bytes(manifest: Manifest, backend: str) -> int:
     """Bytes of a backend's copies of the weights; eager PyTorch holds those stored in integers in the bundle's dtype."""
     if backend == "eager" and manifest.weight_format is not None:
         parameters = sum(map(math.prod, weight_shapes(manifest.config, manifest.unit).values()))
-        head = manifest.config.vocab_size * manifest.config.hidden_size if manifest.unit.kind == "model" else 0  # its own, also where it is tied
+        head = (
+            manifest.config.vocab_size * manifest.config.hidden_size if manifest.unit.kind == "model" else 0
+        )  # its own, also where it is tied
         return (parameters + head) * DTYPES[manifest.dtype].n_bytes
     return int(manifest.weights_bytes * _WEIGHT_COPIES.get((backend, manifest.dtype), 1.0))
 

@@ -58,7 +58,9 @@ class SlotTable:
         """
         taken = self._row_lengths()
         if len(taken) == self.n_rows:
-            raise InputError(f"slots: all {self.n_rows} are taken; release one or open the session with a larger max_batch")
+            raise InputError(
+                f"slots: all {self.n_rows} are taken; release one or open the session with a larger max_batch"
+            )
         return next(row for row in range(self.n_rows) if row not in taken)
 
     def take(self, row: int, length: int = 0) -> int:
@@ -85,7 +87,10 @@ class SlotTable:
 
     def moved(self, move: Move) -> None:
         """Notes that a move has been made in the cache."""
-        self._slots = {slot: Held(move.destination, held.length) if held.row == move.source else held for slot, held in self._slots.items()}
+        self._slots = {
+            slot: Held(move.destination, held.length) if held.row == move.source else held
+            for slot, held in self._slots.items()
+        }
 
     def held(self, slot: int) -> Held:
         """The row and length of an active slot.

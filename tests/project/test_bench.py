@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.contenders.bare_products import BareProducts, bare_graph
-from benchmarks.machine.limits import Limits
+from benchmarks.machine.machine_limits import Limits
 from benchmarks.machine.step_profile import component_of, read_profile
 from benchmarks.output.record_form import TOP, check_record
 from benchmarks.peers.environments import PACKAGES, PeerMissing
@@ -27,7 +27,8 @@ from benchmarks.race.workloads import FULL, QUICK, TINY, Decode, Workload
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
 from exporter.costs.roofline import Step, step_costs
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 WORKLOAD = Workload(
     "planted faults", TINY, (Decode(16, 2, 64),), prefills=(8,), rounds=2, steps=2, prefill_rounds=2, filled=True, prompts=2, tokens=6
@@ -63,7 +64,11 @@ def outcome(tmp_path_factory):
         good = [entry for entry in LINEUP if entry.name in (REFERENCE, "eager", OURS)]
         run = Run([*good, *FAULTS], 1, None, tmp_path_factory.mktemp("bench"), Limits(1e10, 1e11), said.append)
         workload = run.workload(WORKLOAD)
-    record = dict.fromkeys(TOP, "") | {"limits": run.limits.to_dict(), "workloads": {WORKLOAD.name: workload}, "exports by depth": []}
+    record = dict.fromkeys(TOP, "") | {
+        "limits": run.limits.to_dict(),
+        "workloads": {WORKLOAD.name: workload},
+        "exports by depth": [],
+    }
     return json.loads(json.dumps(record)), said
 
 
@@ -77,7 +82,11 @@ def test_those_who_agree_are_timed_at_every_case(outcome):
         assert set(case["results"]) == {"transformers", "eager", "ours"}
         assert all(result["median_ms"] > 0 for result in case["results"].values())
     assert workload["decode"][0]["results"]["ours"]["n"] == WORKLOAD.rounds * WORKLOAD.steps
-    assert {part["name"] for part in workload["roofline"][0]["components"]} >= {"attention.qkv_proj", "attention.heads", "lm_head"}
+    assert {part["name"] for part in workload["roofline"][0]["components"]} >= {
+        "attention.qkv_proj",
+        "attention.heads",
+        "lm_head",
+    }
 
 
 def test_a_contender_with_one_altered_weight_is_reported_and_not_timed(outcome):
@@ -92,7 +101,10 @@ def test_a_contender_that_cannot_be_made_is_missing_by_name_with_the_last_line_o
 
 def test_a_contender_that_dies_is_reported_with_its_last_words(outcome):
     entry = contenders(outcome)["dies"]
-    assert entry["status"] == "failed" and "ModuleNotFoundError: No module named 'benchmarks.contenders.no_such_module'" in entry["reason"]
+    assert (
+        entry["status"] == "failed"
+        and "ModuleNotFoundError: No module named 'benchmarks.contenders.no_such_module'" in entry["reason"]
+    )
 
 
 def test_the_record_has_its_form_and_a_damaged_one_is_refused(outcome):
@@ -100,10 +112,19 @@ def test_the_record_has_its_form_and_a_damaged_one_is_refused(outcome):
     name = WORKLOAD.name
     for damage, said in (
         (lambda record: record.pop("limits"), "its keys are"),
-        (lambda record: record["workloads"][name]["contenders"]["ours"].pop("agreement"), "ours: it ran and was not compared"),
-        (lambda record: record["workloads"][name]["contenders"]["dies"].pop("reason"), "dies: it is failed and no reason is given"),
+        (
+            lambda record: record["workloads"][name]["contenders"]["ours"].pop("agreement"),
+            "ours: it ran and was not compared",
+        ),
+        (
+            lambda record: record["workloads"][name]["contenders"]["dies"].pop("reason"),
+            "dies: it is failed and no reason is given",
+        ),
         (lambda record: record["workloads"][name]["decode"][0]["results"].pop("eager"), "expected of those who ran"),
-        (lambda record: record["workloads"][name]["prefill"][0]["results"]["ours"].update(median_ms=0), "prefill 8, ours: got"),
+        (
+            lambda record: record["workloads"][name]["prefill"][0]["results"]["ours"].update(median_ms=0),
+            "prefill 8, ours: got",
+        ),
         (lambda record: record["workloads"][name]["roofline"][0].update(limit_ms=1e3), "its components add up to"),
         (lambda record: record["workloads"][name]["contenders"].pop("transformers"), "transformers: got None"),
     ):
@@ -124,7 +145,9 @@ def test_targets_are_met_missed_or_not_measured():
 
     for ours_ms in (9.0, 11.0):
         rows = {row["name"]: row for row in measured_targets(record(ours_ms))}
-        assert rows[wanted.name]["measured"] == pytest.approx(ours_ms / 10) and rows[wanted.name]["met"] == (ours_ms <= 10 * wanted.wanted)
+        assert rows[wanted.name]["measured"] == pytest.approx(ours_ms / 10) and rows[wanted.name]["met"] == (
+            ours_ms <= 10 * wanted.wanted
+        )
         assert {row["met"] for name, row in rows.items() if name != wanted.name} == {None}
 
 
@@ -219,7 +242,9 @@ def test_the_bare_graph_holds_every_product_with_a_stored_weight_and_computes_it
     assert {node.op_type for node in graph.node} <= {"MatMul", "Gemm"}
     costs = step_costs(bundle.manifest.config, bundle.manifest.unit, Step(dtype="fp32"))
     matrices = {tensor.name: tensor for tensor in graph.initializer}
-    assert sum(np.prod(tensor.dims) * 4 for tensor in matrices.values()) == sum(cost.weight_bytes for cost in costs if cost.flops)
+    assert sum(np.prod(tensor.dims) * 4 for tensor in matrices.values()) == sum(
+        cost.weight_bytes for cost in costs if cost.flops
+    )
     BareProducts(bundle, batch=3).run()
 
 
@@ -233,7 +258,9 @@ def test_a_gguf_file_holds_every_weight_once_rows_of_q_and_k_in_pairs(tmp_path):
         assert set(stored) == {gguf_name(name) for name in shapes}
         for name in shapes:
             weight = checkpoint.weights.read(name).float().numpy()
-            np.testing.assert_array_equal(stored[gguf_name(name)].data, weight.astype(stored[gguf_name(name)].data.dtype))
+            np.testing.assert_array_equal(
+                stored[gguf_name(name)].data, weight.astype(stored[gguf_name(name)].data.dtype)
+            )
     assert Ledger.of(TINY).model_parameters == sum(int(tensor.n_elements) for tensor in stored.values())
 
 
@@ -251,4 +278,7 @@ def test_a_profile_is_cut_into_steps_and_its_nodes_named_by_component():
         [("blocks.1.attention.keys", 5)],
     ]
     assert component_of("blocks.1.attention.keys") == component_of("blocks.0.present_key") == "attention.heads"
-    assert component_of("blocks.12.mlp.up_proj") == "mlp.up_proj" and component_of("attention_mask.real/Range") == "attention_mask"
+    assert (
+        component_of("blocks.12.mlp.up_proj") == "mlp.up_proj"
+        and component_of("attention_mask.real/Range") == "attention_mask"
+    )

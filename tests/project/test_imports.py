@@ -1,4 +1,4 @@
-"""Imports run one way, and decoding on onnxruntime loads no torch."""
+"""The order of the house: imports run one way, folders and files stay small, and decoding loads no torch."""
 
 from __future__ import annotations
 
@@ -7,43 +7,124 @@ import importlib.metadata
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from locks.lockfile import normal
 from tests.conftest import ROOT
+from tests.project.rooms import ROOMS
 
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
-PURE = (
-    *("spec/catalogue", "spec/contract", "costs/ledger", "common/errors", "common/documents", "common/wire"),
+PURE = (  # rooms or modules that the runtime reads bundles through
+    *("spec", "costs/ledger", "common/errors", "common/documents", "common/wire"),
     *("bundle/graph_form", "bundle/manifest", "bundle/bundle"),
 )
 
 
-def imported(path) -> set[str]:
+LARGEST_FOLDER, LONGEST_MODULE, LONGEST_FUNCTION = 12, 400, 60  # modules, lines, lines
+
+
+def imported(path: Path) -> set[str]:
+    """Every module, and every name of a module, that a file imports."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(node.module)
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
 
 
-@pytest.mark.parametrize("package", RANK)
-def test_no_stage_imports_a_later_one(package):
-    for path in (ROOT / package).rglob("*.py"):
-        for name in imported(path):
-            other = name.split(".")[0]
-            assert RANK.get(other, -1) <= RANK[package], f"{path} imports {name}"
+def upward_imports(package: Path) -> list[str]:
+    """The imports in a package that lead to a later stage, or to a room that is not below the importing one."""
+    rooms, found = ROOMS.get(package.name, ()), []
+    for path in sorted(package.rglob("*.py")):
+        own = path.relative_to(package).with_suffix("").parts[0]
+        for name in sorted(imported(path)):
+            other, _, rest = name.partition(".")
+            room = rest.partition(".")[0]
+            later_stage = RANK.get(other, -1) > RANK.get(package.name, len(RANK))
+            upward = other == package.name and own in rooms and room in rooms and rooms.index(room) > rooms.index(own)
+            if later_stage or upward:
+                found.append(f"{path.relative_to(package.parent)} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_no_room_imports_one_above_it(package):
+    assert upward_imports(ROOT / package) == []
+
+
+def test_every_room_has_its_place_in_the_order():
+    for package, rooms in ROOMS.items():
+        there = {
+            path.stem for path in (ROOT / package).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
+        }
+        assert there - {"__init__", "__main__"} == set(rooms)
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("exporter/spec", "from exporter.model.block import Block"),
+        ("exporter/spec", "import exporter.export"),
+        ("exporter/validation", "from exporter import commands"),
+        ("exporter/graph", "import engines"),
+        ("engines/network", "def f():\n    from engines.comparison import compare"),
+        ("runtime/policy", "import runtime.session"),
+    ],
+)
+def test_a_planted_upward_import_is_found(tmp_path, room, line):
+    path = tmp_path / room / "planted.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(line + "\n")
+    assert upward_imports(path.parents[1]) != []
+
+
+def sources() -> list[Path]:
+    return [path for folder in (*ROOMS, "tests", "locks") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_no_folder_holds_too_many_modules():
+    counts = Counter(path.parent for path in sources() if path.name != "__init__.py")
+    assert {str(folder): n for folder, n in counts.items() if n > LARGEST_FOLDER} == {}
+
+
+@pytest.mark.xfail(strict=True, reason="the last long modules are being cut")
+def test_no_module_and_no_function_is_too_long():
+    long = []
+    for path in sources():
+        text = path.read_text()
+        if text.count("\n") > LONGEST_MODULE:
+            long.append(f"{path}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > LONGEST_FUNCTION:
+                long.append(f"{path}: {node.name} has {node.end_lineno - node.lineno + 1} lines")
+    assert long == []
+
+
+def test_one_file_name_stands_for_one_thing():
+    """A name says where to look. Commands are named for what they run."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if path.stem not in ("__init__", "__main__") and path.parent.name != "commands":
+            places.setdefault(path.stem, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name for name in places if name in sys.stdlib_module_names} == set()
 
 
 def test_the_pure_modules_import_only_the_standard_library_and_numpy():
     for name in PURE:
-        for module in imported(ROOT / "exporter" / f"{name}.py"):
-            top = module.split(".")[0]
-            assert top in sys.stdlib_module_names or top in ("numpy", "ml_dtypes", "exporter"), f"{name} imports {module}"
+        place = ROOT / "exporter" / name
+        for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+            for module in imported(path):
+                top = module.split(".")[0]
+                assert top in sys.stdlib_module_names or top in ("numpy", "ml_dtypes", "exporter"), (
+                    f"{path} imports {module}"
+                )
 
 
 UMBRELLAS = {"cuda": "cuda-python", "tensorrt_rtx": "tensorrt-rtx"}  # modules of packages that a declared one asks for
@@ -51,7 +132,12 @@ EXTRAS_OF_THE_STAGES = {"smollm2", "tensorrt", "tensorrt-rtx", "polygraphy"}
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [*((stage, EXTRAS_OF_THE_STAGES) for stage in RANK), ("tests", {*EXTRAS_OF_THE_STAGES, "test"}), ("locks", {"test"})]
+    ("folder", "extras"),
+    [
+        *((stage, EXTRAS_OF_THE_STAGES) for stage in RANK),
+        ("tests", {*EXTRAS_OF_THE_STAGES, "test"}),
+        ("locks", {"test"}),
+    ],
 )
 def test_every_package_that_is_imported_anywhere_is_a_dependency(folder, extras):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -64,7 +150,9 @@ def test_every_package_that_is_imported_anywhere_is_a_dependency(folder, extras)
             if top in sys.stdlib_module_names or top in (*RANK, "tests", "locks", "benchmarks"):
                 continue
             names = {UMBRELLAS[top]} if top in UMBRELLAS else {normal(name) for name in providers.get(top, [])}
-            assert names & declared, f"{path} imports {module} of {sorted(names) or 'no installed package'}, which pyproject.toml does not ask for"
+            assert names & declared, (
+                f"{path} imports {module} of {sorted(names) or 'no installed package'}, which pyproject.toml does not ask for"
+            )
 
 
 def run_python(code: str, *arguments: str) -> str:

@@ -12,14 +12,15 @@ from benchmarks.peers.environments import PeerMissing, generate
 from engines.building.build import BuildRequest, build_bundle
 from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.library.backend import choose_backend
-from exporter.__main__ import main
 from exporter.bundle.bundle import Bundle
 from exporter.checkpoint.formats import open_checkpoint
+from exporter.commands.main import main
 from exporter.common.errors import InputError
-from exporter.export import ExportRequest, export_bundle, validate_bundle
+from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from exporter.steppers.growing_stepper import GrowingStepper
+from exporter.validation.bundle_validation import validate_bundle
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 
@@ -34,7 +35,9 @@ def growing(tmp_path_factory):
 
     def export(dtype: str = "fp32") -> Bundle:
         if dtype not in made:
-            request = ExportRequest(TINY, Unit.parse("model", TINY, cache="growing"), RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
+            request = ExportRequest(
+                TINY, Unit.parse("model", TINY, cache="growing"), RandomWeights(TINY, 0), dtype, MAX_POSITIONS
+            )
             made[dtype] = export_bundle(request, tmp_path_factory.mktemp("growing") / dtype)
         return made[dtype]
 
@@ -45,14 +48,19 @@ def growing(tmp_path_factory):
 def test_it_agrees_with_the_eager_definition_wherever_rows_are_equally_long(growing, dtype):
     report = growing(dtype).read_report()["validation"]
     scenarios = {comparison["scenario"] for comparison in report["comparisons"]}
-    assert report["passed"] and {"prefill", "decode", "chunked prefill", "left-padded mask", "near capacity"} <= scenarios
+    assert (
+        report["passed"] and {"prefill", "decode", "chunked prefill", "left-padded mask", "near capacity"} <= scenarios
+    )
     assert "ragged batch" not in scenarios
     assert validate_bundle(growing(dtype), RandomWeights(TINY, 0), seed=1)[0]["passed"]
 
 
 def test_its_interface_is_the_one_those_runtimes_know(growing):
     graph = onnx.load(growing().graph_path, load_external_data=False).graph
-    axes = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in (*graph.input, *graph.output)}
+    axes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
     assert axes["input_ids"] == axes["position_ids"] == ["batch_size", "sequence_length"]
     assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
     assert axes["past_key_values.2.value"] == ["batch_size", 2, "past_sequence_length", 16]
@@ -66,8 +74,16 @@ def test_its_genai_config_states_the_models_sizes_and_no_shared_buffer(growing):
     bundle = growing()
     settings = json.loads((bundle.folder / "genai_config.json").read_text())
     decoder = settings["model"]["decoder"]
-    assert (decoder["num_attention_heads"], decoder["num_key_value_heads"], decoder["head_size"], decoder["num_hidden_layers"]) == (4, 2, 16, 3)
-    assert settings["model"]["context_length"] == MAX_POSITIONS and settings["search"]["past_present_share_buffer"] is False
+    assert (
+        decoder["num_attention_heads"],
+        decoder["num_key_value_heads"],
+        decoder["head_size"],
+        decoder["num_hidden_layers"],
+    ) == (4, 2, 16, 3)
+    assert (
+        settings["model"]["context_length"] == MAX_POSITIONS
+        and settings["search"]["past_present_share_buffer"] is False
+    )
     assert "genai_config.json" in bundle.manifest.files and Bundle.open(bundle.folder, verify="full")
 
 
@@ -81,7 +97,9 @@ def test_padding_on_the_left_changes_nothing_but_where_tokens_lie(growing):
         positions = np.maximum(mask.cumsum(1) - 1, 0)
         names = [f"past_key_values.{layer}.{kind}" for layer in range(3) for kind in ("key", "value")]
         empty = {name: np.zeros((len(ids), 2, 0, 16), np.float32) for name in names}
-        return stepper._session.run(["logits"], {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **empty})[0]
+        return stepper._session.run(
+            ["logits"], {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **empty}
+        )[0]
 
     batch = run(np.array([[*prompts[0]], [0, 0, 0, *prompts[1]]]), np.array([[1] * 5, [0] * 3 + [1] * 2]))
     for row, prompt in enumerate(prompts):
@@ -99,7 +117,10 @@ def test_what_needs_a_cache_in_place_refuses_it_by_name(growing, tmp_path, capsy
         with pytest.raises(InputError, match=r"its cache grows.*without --cache growing"):
             call()
     for arguments in (["--unit", "block"], ["--unit", "model", "--logits", "last"]):
-        assert main(["export", "--model", "smollm2-135m", "--cache", "growing", *arguments, "-o", str(tmp_path / "x")]) == 2
+        assert (
+            main(["export", "--model", "smollm2-135m", "--cache", "growing", *arguments, "-o", str(tmp_path / "x")])
+            == 2
+        )
         assert "expected a model with all logits" in capsys.readouterr().err
     assert main(["export", "--model", "smollm2-135m", "--cache", "wide", "-o", str(tmp_path / "x")]) == 2
     assert "in_place, growing" in capsys.readouterr().err and not (tmp_path / "x").exists()

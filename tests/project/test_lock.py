@@ -10,7 +10,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from locks import install
-from locks.check import added_by_other_extras, environment_problems, installed_packages, locked_packages, problems, range_problems, requirements
+from locks.check import (
+    added_by_other_extras,
+    environment_problems,
+    installed_packages,
+    locked_packages,
+    problems,
+    range_problems,
+    requirements,
+)
 from locks.install import asks_for_cuda, check_torch
 from locks.lockfile import CUDA, INSTALLED, PACKAGES, ROOT, TORCH, UV, Pin, read_pins
 from locks.renew import SOURCE_ONLY
@@ -42,7 +50,9 @@ def test_pip_itself_refuses_a_file_that_the_lock_does_not_list(path):
 
 
 def test_every_extra_that_a_message_or_a_page_names_exists():
-    text = "".join(path.read_text() for folder in ("exporter", "engines", "runtime") for path in (ROOT / folder).rglob("*.py"))
+    text = "".join(
+        path.read_text() for folder in ("exporter", "engines", "runtime") for path in (ROOT / folder).rglob("*.py")
+    )
     text += "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
     named = set(re.findall(r"blockline\[([a-z0-9,-]+)\]", text))
     assert "polygraphy" in named
@@ -52,7 +62,9 @@ def test_every_extra_that_a_message_or_a_page_names_exists():
 # --- what would be wrong -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line", ["numpy>=2 --hash=sha256:" + HASH, "numpy==2.4.6", "numpy", "numpy==2.4.6 --hash=md5:" + "0" * 32])
+@pytest.mark.parametrize(
+    "line", ["numpy>=2 --hash=sha256:" + HASH, "numpy==2.4.6", "numpy", "numpy==2.4.6 --hash=md5:" + "0" * 32]
+)
 def test_a_line_without_one_version_and_a_hash_is_refused(tmp_path, line):
     path = tmp_path / "packages.txt"
     path.write_text(f"# a comment\n--require-hashes\n{line}\n")
@@ -62,7 +74,9 @@ def test_a_line_without_one_version_and_a_hash_is_refused(tmp_path, line):
 
 def test_a_name_that_comes_twice_is_refused(tmp_path):
     path = tmp_path / "packages.txt"
-    path.write_text("".join(f"{name}==1 \\\n    --hash=sha256:{HASH}\n" for name in ("typing_extensions", "typing-extensions")))
+    path.write_text(
+        "".join(f"{name}==1 \\\n    --hash=sha256:{HASH}\n" for name in ("typing_extensions", "typing-extensions"))
+    )
     with pytest.raises(ValueError, match="comes twice"):
         read_pins(path)
 
@@ -79,7 +93,9 @@ def test_the_requirements_are_those_of_every_extra_that_setup_installs():
 
 
 def test_another_environment_is_named_package_by_package():
-    pins = {name: pin(name, "1.0") for name in ("torch", "same", "other", "gone")} | {"elsewhere": pin("elsewhere", "1.0", "sys_platform == 'win32'")}
+    pins = {name: pin(name, "1.0") for name in ("torch", "same", "other", "gone")} | {
+        "elsewhere": pin("elsewhere", "1.0", "sys_platform == 'win32'")
+    }
     installed = {"torch": "1.0+cpu", "same": "1.0", "other": "1.0.1", "extra": "3", "pip": "23.2", "blockline": "0.1.0"}
     assert environment_problems(installed, pins) == [
         "extra: got 3, expected nothing",
@@ -90,9 +106,15 @@ def test_another_environment_is_named_package_by_package():
 
 def test_what_another_extra_brings_may_be_here_too():
     added = added_by_other_extras(installed_packages())
-    assert {"polygraphy", "cuda-python", "cuda-bindings"} <= added  # of the extras polygraphy and tensorrt, and what they ask for
+    assert {
+        "polygraphy",
+        "cuda-python",
+        "cuda-bindings",
+    } <= added  # of the extras polygraphy and tensorrt, and what they ask for
     assert "onnx" not in added
-    assert environment_problems({"tensorrt": "11.0", "other": "1"}, {}, {"tensorrt"}) == ["other: got 1, expected nothing"]
+    assert environment_problems({"tensorrt": "11.0", "other": "1"}, {}, {"tensorrt"}) == [
+        "other: got 1, expected nothing"
+    ]
 
 
 def test_the_environment_is_really_read():
@@ -110,7 +132,9 @@ def test_an_unlisted_build_of_torch_is_refused_by_its_hash(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("asks_for", "files"), [("filelock", [TORCH]), ("triton==3.7.1; platform_system == 'Linux'", [TORCH, CUDA])], ids=["cpu", "cuda"]
+    ("asks_for", "files"),
+    [("filelock", [TORCH]), ("triton==3.7.1; platform_system == 'Linux'", [TORCH, CUDA])],
+    ids=["cpu", "cuda"],
 )
 def test_setup_installs_the_libraries_of_the_build_of_torch_that_pip_finds(monkeypatch, asks_for, files):
     installed = []

@@ -11,14 +11,20 @@ from pathlib import Path
 
 import pytest
 
-import engines.__main__
-import exporter.__main__
-import runtime.__main__
+import engines.commands.main
+import exporter.commands.main
+import runtime.commands.main
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if "python -m" in line]
+COMMANDS = [
+    line.split("#")[0].strip()
+    for kind, text in BLOCKS
+    if kind == "bash"
+    for line in text.splitlines()
+    if "python -m" in line
+]
 
 
 @pytest.fixture
@@ -36,21 +42,29 @@ def test_an_embedding_example_runs_and_prints_what_it_says(in_workspace, capsys,
 
 
 def test_the_examples_are_the_two_ways_to_use_a_session():
-    used = [re.findall(r"session\.(prefill|decode|acquire|step|release)\(", text) for kind, text in BLOCKS if kind == "python"]
+    used = [
+        re.findall(r"session\.(prefill|decode|acquire|step|release)\(", text)
+        for kind, text in BLOCKS
+        if kind == "python"
+    ]
     assert [set(calls) for calls in used] == [{"prefill", "decode"}, {"acquire", "step", "release"}]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command):
     _, _, module, *arguments = shlex.split(command)
-    parser = {"exporter": exporter.__main__, "engines": engines.__main__, "runtime": runtime.__main__}[module]._parser()
+    parser = {"exporter": exporter.commands.main, "engines": engines.commands.main, "runtime": runtime.commands.main}[
+        module
+    ]._parser()
     assert parser.parse_args(arguments).run
 
 
 def test_polygraphy_reads_compiles_and_compares_what_we_leave_it(tmp_path):
     (script,) = [text for kind, text in BLOCKS if kind == "bash" and "polygraphy" in text]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert "past_key_values.0.key [dtype=float16, shape=('batch_size', 3, 1024, 64)]" in result.stdout
     assert (tmp_path / "build" / "block.engine").stat().st_size > 5e6

@@ -33,7 +33,15 @@ def wheel(tmp_path_factory) -> Path:
     source, target = tmp_path_factory.mktemp("source") / "blockline", tmp_path_factory.mktemp("wheel")
     hidden_and_built = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=hidden_and_built)
-    options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", target)
+    options = (
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        target,
+    )
     run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=target)
     (path,) = target.iterdir()
     return path
@@ -47,7 +55,19 @@ def environment(wheel, tmp_path_factory) -> Path:
     (site_packages,) = folder.glob("lib/python3.*/site-packages")
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = ("--python", folder / "bin" / "python")
-    run(sys.executable, "-m", "pip", *python, "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        *python,
+        "--disable-pip-version-check",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+        cwd=folder,
+    )
     return folder
 
 
@@ -90,11 +110,38 @@ print(json.dumps([modules, len(prompts()), len(measured_operation_errors()), sor
 
 def test_its_commands_export_verify_inspect_and_decode(environment, tiny_bundle, tmp_path):
     commands, block = environment / "bin", tiny_bundle("block", "fp16").folder
-    sizes = json.loads(run(commands / "blockline-export", "params", "--model", "smollm2-135m", "--format", "json", cwd=tmp_path))
+    sizes = json.loads(
+        run(commands / "blockline-export", "params", "--model", "smollm2-135m", "--format", "json", cwd=tmp_path)
+    )
     assert sizes["config"]["hidden_size"] == 576
-    run(commands / "blockline-export", "export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", "norm", cwd=tmp_path)
+    run(
+        commands / "blockline-export",
+        "export",
+        "--model",
+        "smollm2-135m",
+        "--unit",
+        "component:rms_norm",
+        "-o",
+        "norm",
+        cwd=tmp_path,
+    )
     run(commands / "blockline-export", "verify", "norm", cwd=tmp_path)
-    network = json.loads(run(commands / "blockline-build", "inspect", block, "--cache-capacity", "64", "--format", "json", cwd=tmp_path))
+    network = json.loads(
+        run(commands / "blockline-build", "inspect", block, "--cache-capacity", "64", "--format", "json", cwd=tmp_path)
+    )
     assert network["kv_cache_updates"] == 2
-    decoded = json.loads(run(commands / "blockline-run", "decode", block, "--steps", "2", "--prompt-len", "3", "--format", "json", cwd=tmp_path))
+    decoded = json.loads(
+        run(
+            commands / "blockline-run",
+            "decode",
+            block,
+            "--steps",
+            "2",
+            "--prompt-len",
+            "3",
+            "--format",
+            "json",
+            cwd=tmp_path,
+        )
+    )
     assert decoded["lengths"] == [5]

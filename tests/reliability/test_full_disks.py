@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import engines.__main__
-import exporter.__main__
+import engines.commands.main
+import exporter.commands.main
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import InputError
-from exporter.placing.placing import new_folder
+from exporter.placing.folders import new_folder
 from exporter.spec.catalogue import CATALOGUE
 from tests.conftest import TINY
 from tests.support.bundle_folders import contents
@@ -53,7 +53,7 @@ def test_an_export_onto_a_disk_that_fills_up_at_any_page(tiny_bundle, tmp_path):
         errors = set()
         for n_pages in range(20):
             leave_free(disk, n_pages)
-            said = Said(exporter.__main__.main, *EXPORT, "-o", disk / "bundle")
+            said = Said(exporter.commands.main.main, *EXPORT, "-o", disk / "bundle")
             if said.code == 0:
                 break
             check_refused(said, disk, before)
@@ -74,10 +74,10 @@ def test_a_validation_that_finds_no_room_for_its_report(tiny_bundle, tmp_path):
         shutil.copytree(tiny_bundle("component:rms_norm").folder, disk / "bundle")
         before = undisturbed(disk)
         leave_free(disk, 0)
-        check_refused(Said(exporter.__main__.main, "validate", disk / "bundle"), disk, before)
-        assert Said(exporter.__main__.main, "validate", "--no-report", disk / "bundle").code == 0
+        check_refused(Said(exporter.commands.main.main, "validate", disk / "bundle"), disk, before)
+        assert Said(exporter.commands.main.main, "validate", "--no-report", disk / "bundle").code == 0
         leave_free(disk, 1)
-        assert Said(exporter.__main__.main, "validate", disk / "bundle").code == 0
+        assert Said(exporter.commands.main.main, "validate", disk / "bundle").code == 0
         assert "validation" in Bundle.open(disk / "bundle").read_report()
 
     run_apart(body, tmp_path)
@@ -90,12 +90,18 @@ def test_a_build_that_finds_no_room_for_its_engine_its_graph_or_its_record(tiny_
         mount_tmpfs(disk, "size=64m")
         shutil.copytree(tiny_bundle("block", "fp16").folder, disk / "bundle")
         before = undisturbed(disk)
-        command = (engines.__main__.main, "build", disk / "bundle", *BUILD)
+        command = (engines.commands.main.main, "build", disk / "bundle", *BUILD)
         assert Said(*command).code == 0
-        pages = {path.name: -(-path.stat().st_size // PAGE) for path in (disk / "bundle").iterdir() if path.name not in before}
+        pages = {
+            path.name: -(-path.stat().st_size // PAGE)
+            for path in (disk / "bundle").iterdir()
+            if path.name not in before
+        }
         shutil.rmtree(disk / "bundle")
         shutil.copytree(tiny_bundle("block", "fp16").folder, disk / "bundle")
-        engine, graph, record = (pages[name] for name in ("model.c32.tensorrt-rtx.engine", "model.c32.onnx", "engines.json"))
+        engine, graph, record = (
+            pages[name] for name in ("model.c32.tensorrt-rtx.engine", "model.c32.onnx", "engines.json")
+        )
         for n_pages in (engine // 2, engine + graph):
             leave_free(disk, n_pages)
             said = Said(*command)
@@ -120,7 +126,7 @@ def test_a_temporary_folder_that_fills_up_is_named_and_left_empty(tiny_bundle, t
         tempfile.tempdir = str(disk)
         leave_free(disk, 3)
         for options in ((), ("--by-layer",)):
-            said = Said(exporter.__main__.main, "validate", "--no-report", bundle, *options)
+            said = Said(exporter.commands.main.main, "validate", "--no-report", bundle, *options)
             check_refused(said, disk, {})
             assert "TMPDIR" in said.error
 
@@ -135,18 +141,23 @@ def test_a_limit_on_the_size_of_files(tiny_bundle, tmp_path):
         before = contents(folder.parent)
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, -1))
         said = [
-            Said(exporter.__main__.main, *EXPORT, "-o", folder),
-            Said(exporter.__main__.main, "validate", "--no-report", twin),
-            Said(engines.__main__.main, "build", folder, "--backend", "tensorrt-rtx"),
+            Said(exporter.commands.main.main, *EXPORT, "-o", folder),
+            Said(exporter.commands.main.main, "validate", "--no-report", twin),
+            Said(engines.commands.main.main, "build", folder, "--backend", "tensorrt-rtx"),
         ]
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
-        assert [(each.code, "at most (ulimit -f)" in each.error) for each in said] == [(2, True)] * 3, [each.error for each in said]
+        assert [(each.code, "at most (ulimit -f)" in each.error) for each in said] == [(2, True)] * 3, [
+            each.error for each in said
+        ]
         assert contents(folder.parent) == before
 
     run_apart(body, tmp_path)
 
 
 def test_what_cannot_fit_is_refused_before_it_is_begun(tmp_path):
-    with pytest.raises(InputError, match=r"bytes free, expected at least 1,000,000,000,000,000"), new_folder(tmp_path / "a" / "new", 10**15):
+    with (
+        pytest.raises(InputError, match=r"bytes free, expected at least 1,000,000,000,000,000"),
+        new_folder(tmp_path / "a" / "new", 10**15),
+    ):
         pytest.fail("it was begun")
     assert list(tmp_path.iterdir()) == []

@@ -16,21 +16,22 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-import engines.__main__
-import exporter.__main__
-import runtime.__main__
+import engines.commands.main
+import exporter.commands.main
+import runtime.commands.main
 from benchmarks.campaigns.hostile_input.campaign import run_campaign
 from benchmarks.campaigns.hostile_input.originals import META, META_NAME, make_originals
 from engines.building.publishing import read_records
 from engines.network.source import load_source
 from exporter.bundle.bundle import Bundle, file_entry, sha256_of
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.common import cli
+from exporter.common import terminal
 from exporter.common.documents import parse_document
 from exporter.common.errors import BackendError, BundleError, CheckpointError, InputError
 from exporter.graph.weight_reader import bundle_weights
+from exporter.placing.files import write_atomically
+from exporter.placing.folders import new_folder
 from exporter.placing.foreign_files import foreign_entries
-from exporter.placing.placing import new_folder, write_atomically
 from exporter.spec import catalogue
 from exporter.steppers.onnxruntime_stepper import refusals
 from exporter.validation.verify import verify_bundle
@@ -100,7 +101,13 @@ def test_a_small_campaign_finds_nothing_and_gets_past_every_gate(originals):
     assert result["fault_examples"] == [] and result["faults"] == 0
     assert result["cases"] == sum(cases.values())
     passed = {gate for kind in result["kinds"].values() for gate in kind["cases_past_each_gate"]}
-    assert {"sizes and checksums match", "graph has the bundle's form", "prefill ran", "checkpoint opened", "tokenizer loaded"} <= passed
+    assert {
+        "sizes and checksums match",
+        "graph has the bundle's form",
+        "prefill ran",
+        "checkpoint opened",
+        "tokenizer loaded",
+    } <= passed
 
 
 # --- links -------------------------------------------------------------------------------------------------------------
@@ -166,7 +173,10 @@ def test_a_part_that_is_a_link_is_not_emptied_by_an_export(bundle):
 # --- JSON --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1, "a": 2}', '"\\ud800"', "[" * 100_000, '{"a": -Infinity}', "9" * 5000, "", "\ufeff{}"])
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": NaN}', '{"a": 1, "a": 2}', '"\\ud800"', "[" * 100_000, '{"a": -Infinity}', "9" * 5000, "", "\ufeff{}"],
+)
 def test_what_parsers_disagree_about_is_no_json(text):
     with pytest.raises(ValueError):
         parse_document(text)
@@ -179,11 +189,15 @@ def test_a_manifest_of_absurd_size_is_not_read(bundle):
 
 
 def test_a_manifest_that_asks_for_a_billion_layers_is_refused_at_once(bundle):
-    change_manifest(bundle, lambda data: (data["config"].update(n_layers=2**31 - 1), data["unit"].update(n_layers=10**9)))
+    change_manifest(
+        bundle, lambda data: (data["config"].update(n_layers=2**31 - 1), data["unit"].update(n_layers=10**9))
+    )
     assert "n_layers" in refusal(bundle)
 
 
-@pytest.mark.parametrize("weights", [{"source": "random"}, {"source": "random", "seed": -1}, {"source": "random", "seed": "0"}])
+@pytest.mark.parametrize(
+    "weights", [{"source": "random"}, {"source": "random", "seed": -1}, {"source": "random", "seed": "0"}]
+)
 def test_random_weights_need_a_seed(bundle, weights):
     change_manifest(bundle, lambda data: data.update(weights=weights))
     assert "seed" in refusal(bundle)
@@ -197,23 +211,25 @@ def test_a_number_that_no_float_holds_is_refused_as_a_config_value(bundle):
 @pytest.mark.parametrize("report", [[], {"validation": []}, {"validation": "PASSED"}])
 def test_a_report_of_another_form_is_refused(text_bundle, report, capsys):
     (text_bundle / "report.json").write_text(json.dumps(report))
-    assert runtime.__main__.main(["report", str(text_bundle), "--prompt", "he"]) == 2
+    assert runtime.commands.main.main(["report", str(text_bundle), "--prompt", "he"]) == 2
     assert "report.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "validation", [{"passed": 1}, {"max_error": "x", "max_allowed": 1}, {"max_error": None, "max_allowed": 0.1, "passed": False}], ids=str
+    "validation",
+    [{"passed": 1}, {"max_error": "x", "max_allowed": 1}, {"max_error": None, "max_allowed": 0.1, "passed": False}],
+    ids=str,
 )
 def test_a_report_says_what_it_can(text_bundle, validation, capsys):
     (text_bundle / "report.json").write_text(json.dumps({"validation": validation}))
-    assert runtime.__main__.main(["report", str(text_bundle), "--prompt", "he", "--max-new-tokens", "1"]) == 0
+    assert runtime.commands.main.main(["report", str(text_bundle), "--prompt", "he", "--max-new-tokens", "1"]) == 0
     assert ("not finite" if "passed" in validation and len(validation) > 1 else "unknown") in capsys.readouterr().err
 
 
 def test_a_damaged_tokenizer_is_refused(text_bundle, capsys):
     (text_bundle / "tokenizer.json").write_text('{"version": "1.0"}')
     seal(text_bundle)
-    assert runtime.__main__.main(["generate", str(text_bundle), "--prompt", "he"]) == 2
+    assert runtime.commands.main.main(["generate", str(text_bundle), "--prompt", "he"]) == 2
     assert "it is no tokenizer" in capsys.readouterr().err
 
 
@@ -248,7 +264,9 @@ def set_place(model, key, value):
 
 
 def loop(model):
-    model.graph.node.insert(0, helper.make_node("If", ["c"], ["y"], then_branch=onnx.GraphProto(), else_branch=onnx.GraphProto()))
+    model.graph.node.insert(
+        0, helper.make_node("If", ["c"], ["y"], then_branch=onnx.GraphProto(), else_branch=onnx.GraphProto())
+    )
 
 
 def stolen_constant(model):
@@ -312,7 +330,9 @@ def test_weights_of_another_geometry_are_refused(bundle):
 
 
 def test_positions_beyond_the_tables_are_refused(bundle):
-    change_manifest(bundle, lambda data: (data["config"].update(context_length=2**31 - 1), data.update(max_positions=2**31 - 1)))
+    change_manifest(
+        bundle, lambda data: (data["config"].update(context_length=2**31 - 1), data.update(max_positions=2**31 - 1))
+    )
     with pytest.raises(BundleError, match="RoPE tables"):
         bundle_weights(Bundle.open(bundle))
 
@@ -328,7 +348,12 @@ def test_any_onnx_file_is_held_to_its_folder_wherever_it_hides_a_tensor(bundle, 
     tensor = TensorProto(name="t", data_type=TensorProto.UINT8, dims=[1], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)
     inner = helper.make_graph([helper.make_node("Constant", [], ["y"], value=tensor)], "inner", [], [])
-    change_graph(bundle, lambda model: model.graph.node.append(helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)))
+    change_graph(
+        bundle,
+        lambda model: model.graph.node.append(
+            helper.make_node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)
+        ),
+    )
     with pytest.raises(BundleError, match="the data of t is at"):
         load_source(bundle / "model.onnx")
 
@@ -361,7 +386,10 @@ def test_functions_that_lead_back_to_themselves_never_reach_the_parser(bundle, d
 @pytest.mark.parametrize("value", ["-1", "1e3", "", "9" * 5000, "١"])
 def test_the_place_of_a_weight_in_any_onnx_file_is_a_whole_number(bundle, value):
     change_graph(bundle, lambda model: set_place(model, "offset", value))
-    assert engines.__main__.main(["build", "--onnx", str(bundle / "model.onnx"), "-o", str(bundle.parent / "out")]) == 2
+    assert (
+        engines.commands.main.main(["build", "--onnx", str(bundle / "model.onnx"), "-o", str(bundle.parent / "out")])
+        == 2
+    )
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------------
@@ -457,7 +485,9 @@ def test_an_empty_shard_is_refused(meta):
     assert "consolidated.00.pth" in meta_refusal(meta)
 
 
-@pytest.mark.parametrize("params", [{"dim": "x"}, {"n_heads": 0}, {"ffn_dim_multiplier": 1e308}, {"multiple_of": -1}, {"n_heads": 10**400}])
+@pytest.mark.parametrize(
+    "params", [{"dim": "x"}, {"n_heads": 0}, {"ffn_dim_multiplier": 1e308}, {"multiple_of": -1}, {"n_heads": 10**400}]
+)
 def test_params_of_other_types_are_refused(meta, params):
     data = json.loads((meta / "params.json").read_text()) | params
     (meta / "params.json").write_text(json.dumps(data))
@@ -469,10 +499,10 @@ def test_params_of_other_types_are_refused(meta, params):
 
 def test_control_characters_and_markup_in_names_do_not_reach_the_terminal(bundle, capsys):
     change_manifest(bundle, lambda data: data.update({"\x1b]0;owned\x07[/bold]:smile:": 1}))
-    assert exporter.__main__.main(["verify", str(bundle)]) == 2
+    assert exporter.commands.main.main(["verify", str(bundle)]) == 2
     said = capsys.readouterr().err
     assert "\x1b" not in said and "\x07" not in said and "[/bold]:smile:" in said
-    assert cli.printable("a\x1b[31m\nb\x9b") == "a\\x1b[31m\nb\\x9b"
+    assert terminal.printable("a\x1b[31m\nb\x9b") == "a\\x1b[31m\nb\\x9b"
 
 
 @pytest.mark.parametrize(
@@ -482,7 +512,7 @@ def test_control_characters_and_markup_in_names_do_not_reach_the_terminal(bundle
     ids=lambda words: words[0],
 )  # fmt: skip
 def test_sizes_that_no_engine_has_are_refused(bundle, words, capsys):
-    assert engines.__main__.main(["build", str(bundle), *words]) == 2
+    assert engines.commands.main.main(["build", str(bundle), *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert words[0].strip("-").replace("-", "_").removeprefix("min_") in said and len(said) < 600
 
@@ -518,7 +548,10 @@ def test_only_a_plain_file_is_replaced(tmp_path):
 def test_data_are_hashed_only_where_their_graph_says_how_much_of_them_there_is(bundle, monkeypatch):
     """A file without content may be as long as anybody likes: its checksum would take days."""
     data = bundle / "model.onnx.data"
-    monkeypatch.setattr("exporter.bundle.bundle.sha256_of", lambda path: pytest.fail("it was hashed") if path.name == data.name else sha256_of(path))
+    monkeypatch.setattr(
+        "exporter.bundle.bundle.sha256_of",
+        lambda path: pytest.fail("it was hashed") if path.name == data.name else sha256_of(path),
+    )
     os.truncate(data, 2**40)
     change_manifest(bundle, lambda manifest: manifest["files"][data.name].update(size_bytes=2**40))
     with pytest.raises(BundleError, match=r"its weights end at .*, expected 1,099,511,627,776"):
@@ -530,7 +563,10 @@ def test_a_manifest_that_names_files_elsewhere_owns_none_of_them(bundle):
     neighbour = bundle.parent / "neighbour" / "model.onnx"
     neighbour.parent.mkdir()
     neighbour.write_text("mine")
-    change_manifest(bundle, lambda manifest: manifest["files"].update({"../neighbour/model.onnx": {"size_bytes": 4, "sha256": "0" * 64}}))
+    change_manifest(
+        bundle,
+        lambda manifest: manifest["files"].update({"../neighbour/model.onnx": {"size_bytes": 4, "sha256": "0" * 64}}),
+    )
     assert foreign_entries(bundle) == []
     with new_folder(bundle) as folder:
         (folder / "model.onnx").write_text("new")

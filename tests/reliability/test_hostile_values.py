@@ -8,14 +8,14 @@ import shutil
 import numpy as np
 import pytest
 
-import engines.__main__
-import runtime.__main__
+import engines.commands.main
+import runtime.commands.main
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from runtime.text.sampling import Sampler
 from tests.conftest import TINY
@@ -87,7 +87,7 @@ def test_a_hostile_engine_record_is_refused_by_the_command(tiny_bundle, tmp_path
     data = json.loads((folder / "engines.json").read_text())
     data["engines"][0].update(change)
     (folder / "engines.json").write_text(json.dumps(data))
-    assert engines.__main__.main(["inspect", str(folder)]) == 2
+    assert engines.commands.main.main(["inspect", str(folder)]) == 2
     assert "engines.json: it is damaged" in capsys.readouterr().err
 
 
@@ -102,7 +102,10 @@ def test_every_number_of_positions_validates(tmp_path, max_positions):
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(4, 1), (1, 4)])
 def test_widths_of_one_export(tmp_path, hidden_size, intermediate_size):
     config = ModelConfig(hidden_size, 1, 2, 1, 4, intermediate_size, 5, 16)
-    export_bundle(ExportRequest(config, Unit.parse("component:swiglu_mlp", config), RandomWeights(config, 0), "fp32"), tmp_path / "bundle")
+    export_bundle(
+        ExportRequest(config, Unit.parse("component:swiglu_mlp", config), RandomWeights(config, 0), "fp32"),
+        tmp_path / "bundle",
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,5 +138,5 @@ def test_extreme_temperatures_draw_a_token(temperature):
 
 def test_a_prompt_that_is_not_unicode_is_refused(smollm2_bundle, capsys):
     folder = str(smollm2_bundle("fp16").folder)
-    assert runtime.__main__.main(["generate", folder, "--prompt", "a\udcff"]) == 2
+    assert runtime.commands.main.main(["generate", folder, "--prompt", "a\udcff"]) == 2
     assert "not valid UTF-8" in capsys.readouterr().err

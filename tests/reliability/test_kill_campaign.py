@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import exporter.export
-import exporter.placing.placing
+import exporter.placing.folders
 from benchmarks.campaigns.checkpoint_trial import CheckpointSite
 from benchmarks.campaigns.children import fork, run_in_child
 from benchmarks.campaigns.kills import kill_at_every_call, kill_at_random
@@ -23,7 +23,9 @@ from benchmarks.campaigns.races import EXPORT_NEW, EXPORT_OLD, VALIDATE, race, r
 from benchmarks.campaigns.trials import COMMANDS, FOREIGN, MODEL, BundleSite
 from exporter.checkpoint import smollm2
 from exporter.common.errors import BundleError
-from exporter.placing.placing import changing, new_folder, write_report
+from exporter.placing.files import write_report
+from exporter.placing.folder_lock import changing
+from exporter.placing.folders import new_folder
 from exporter.spec.catalogue import CATALOGUE
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
@@ -61,14 +63,14 @@ def in_two_steps(first: Path, second: Path) -> None:
 
 
 def test_the_campaign_sees_a_replacement_that_is_not_atomic(site, monkeypatch):
-    monkeypatch.setattr(exporter.placing.placing, "_exchange", in_two_steps)
+    monkeypatch.setattr(exporter.placing.folders, "_exchange", in_two_steps)
     losses = kill_at_every_call(site, OVER_A_BUNDLE, only=range(30, 50, 4))["losses"]
     assert any("bundle" in loss for loss in losses), losses
 
 
 def test_the_campaign_sees_files_of_others_that_are_lost(site, monkeypatch):
-    monkeypatch.setattr(exporter.placing.placing, "take_along", lambda old, new: None)
-    monkeypatch.setattr(exporter.placing.placing, "take_latecomers", lambda old, new: None)
+    monkeypatch.setattr(exporter.placing.folders, "take_along", lambda old, new: None)
+    monkeypatch.setattr(exporter.placing.folders, "take_latecomers", lambda old, new: None)
     losses = kill_at_every_call(site, OVER_A_BUNDLE, only=range(10, 20, 5))["losses"]
     for name in FOREIGN:
         assert any(loss.endswith(f"{name} is gone") for loss in losses) == name.startswith("target/"), losses
@@ -99,7 +101,8 @@ def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, num
 
     def body() -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-        exporter.export.validate_bundle = wait  # else a slow parent finds the export done, and Python loses a signal in a destructor
+        # else a slow parent finds the export done, and Python loses a signal in a destructor
+        exporter.export.validate_bundle = wait
         return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.target))
 
     child = fork(body)
@@ -117,7 +120,7 @@ def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, num
 @pytest.fixture
 def without_exchange(monkeypatch):
     """A file system that has no renameat2 with an exchange."""
-    monkeypatch.setattr(exporter.placing.placing.ctypes, "CDLL", lambda *_, **__: object())
+    monkeypatch.setattr(exporter.placing.folders.ctypes, "CDLL", lambda *_, **__: object())
 
 
 @pytest.mark.usefixtures("without_exchange")
@@ -149,9 +152,11 @@ def test_a_run_killed_between_three_renames_loses_no_bundle(tmp_path, bundle, co
 
 
 def test_nothing_made_from_an_older_bundle_goes_into_the_one_that_replaced_it(tiny_bundle, bundle):
-    opened = exporter.placing.placing.Bundle.open(bundle)
+    opened = exporter.bundle.bundle.Bundle.open(bundle)
     with new_folder(bundle) as folder:
-        shutil.copytree(tiny_bundle("block").folder, folder, dirs_exist_ok=True)  # the same one: it is still another export
+        shutil.copytree(
+            tiny_bundle("block").folder, folder, dirs_exist_ok=True
+        )  # the same one: it is still another export
     before = contents(bundle)
     with pytest.raises(BundleError, match="an export has replaced it"), changing(opened):
         write_report(opened, {})

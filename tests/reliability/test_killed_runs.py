@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-import exporter.placing.placing
+import exporter.placing.folders
 from benchmarks.campaigns.children import fork, run_in_child
 from exporter.bundle.bundle import Bundle
-from exporter.placing.placing import new_folder
+from exporter.placing.folders import new_folder
 from tests.conftest import ROOT, TINY
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
@@ -43,7 +43,9 @@ def test_the_folder_of_a_run_that_lives_is_not_removed(tmp_path, component):
     living = tmp_path / ".bundle.partial-x"
     living.mkdir()
     hold = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", hold, living], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, living], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout.readline() == b"held\n"
         fill(tmp_path / "bundle", component)
         assert living.is_dir()
@@ -62,13 +64,15 @@ def test_two_runs_at_once_both_end_well_and_the_later_one_wins(tmp_path, compone
 
 KILL_POINTS = {
     "before its lock is held": (fcntl, "flock"),
-    "before it is put in place": (exporter.placing.placing, "_put_in_place"),
+    "before it is put in place": (exporter.placing.folders, "_put_in_place"),
     "after it was put in place": (shutil, "rmtree"),
 }
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_run_killed_at_a_known_point_leaves_a_good_bundle_and_no_lasting_leftovers(tmp_path, bundle, component, point):
+def test_a_run_killed_at_a_known_point_leaves_a_good_bundle_and_no_lasting_leftovers(
+    tmp_path, bundle, component, point
+):
     target = Path(shutil.copytree(component, tmp_path / "target"))
 
     def body() -> int:
@@ -108,7 +112,18 @@ def test_a_killed_export_leaves_no_bundle_or_the_old_or_a_whole_one(tmp_path, co
     target.parent.mkdir()
     if with_old:
         shutil.copytree(component, target)
-    command = [sys.executable, "-m", "exporter", "export", "--checkpoint", checkpoint, "--unit", "component:swiglu_mlp", "-o", target]
+    command = [
+        sys.executable,
+        "-m",
+        "exporter",
+        "export",
+        "--checkpoint",
+        checkpoint,
+        "--unit",
+        "component:swiglu_mlp",
+        "-o",
+        target,
+    ]
     delays = random.Random(with_old)
     for _ in range(2):
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:

@@ -25,11 +25,15 @@ def served(open_backend, bundle, n_requests: int) -> Server:
     [(on_onnxruntime, "model", 60), (on_onnxruntime, "stack", 15), (on_the_tensorrt_double, "model", 10)],
     ids=["onnxruntime-model", "onnxruntime-stack", "double-model"],
 )
-def test_threads_faults_and_bad_requests_at_random_give_no_wrong_token_and_lose_no_slot(tiny_bundle, open_backend, unit, n_requests):
+def test_threads_faults_and_bad_requests_at_random_give_no_wrong_token_and_lose_no_slot(
+    tiny_bundle, open_backend, unit, n_requests
+):
     counts = served(open_backend, tiny_bundle(unit), n_requests).counts
     assert counts["requests"] == n_requests and counts["outputs checked"] > 4 * n_requests
     kinds = {name.split(":")[0] for name in counts}
-    assert kinds >= {"steps", "finished", "refused"} and (n_requests < 60 or "fault" in kinds)  # what else came up, threads decide
+    assert kinds >= {"steps", "finished", "refused"} and (
+        n_requests < 60 or "fault" in kinds
+    )  # what else came up, threads decide
 
 
 def test_a_soak_notices_a_wrong_token(tiny_bundle, monkeypatch):
@@ -54,7 +58,9 @@ def test_sessions_opened_well_and_badly_give_right_outputs_and_leave_nothing(tin
 def test_openings_notice_a_file_that_stays_open(tiny_bundle, tmp_path, monkeypatch):
     left = []
     close = DecodeSession.close
-    monkeypatch.setattr(DecodeSession, "close", lambda session: (left.append(os.open(os.devnull, os.O_RDONLY)), close(session)))
+    monkeypatch.setattr(
+        DecodeSession, "close", lambda session: (left.append(os.open(os.devnull, os.O_RDONLY)), close(session))
+    )
     with pytest.raises(CheckFailed, match="descriptors grew"):
         open_and_close([tiny_bundle("model")], 20, tmp_path)
     for descriptor in left:
@@ -63,7 +69,9 @@ def test_openings_notice_a_file_that_stays_open(tiny_bundle, tmp_path, monkeypat
 
 def test_openings_notice_a_wrong_output(tiny_bundle, monkeypatch):
     step = DecodeSession.step
-    monkeypatch.setattr(DecodeSession, "step", lambda session, inputs: {slot: x + 1e-3 for slot, x in step(session, inputs).items()})
+    monkeypatch.setattr(
+        DecodeSession, "step", lambda session, inputs: {slot: x + 1e-3 for slot, x in step(session, inputs).items()}
+    )
     with pytest.raises(CheckFailed, match="off by"):
         Opening(tiny_bundle("model")).open("eager", closed_by_an_error=False)
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from exporter.model.weights import RandomWeights, WeightSource
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 
 ABSENT = object()  # an override that leaves the key out of config.json
 LAYER_PARTS = {
@@ -65,7 +66,11 @@ def write_huggingface(
         return folder
     weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
     for shard in set(weight_map.values()):
-        save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == shard}, folder / shard, metadata={"format": "pt"})
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if weight_map[name] == shard},
+            folder / shard,
+            metadata={"format": "pt"},
+        )
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
     return folder
@@ -120,13 +125,21 @@ def meta_name(name: str) -> str:
     return f"{META_MODEL_PARTS[parts[0]]}.weight"
 
 
-def meta_shards(config: ModelConfig, source: WeightSource, shards: int, embedding_axis: int = 0) -> list[dict[str, torch.Tensor]]:
+def meta_shards(
+    config: ModelConfig, source: WeightSource, shards: int, embedding_axis: int = 0
+) -> list[dict[str, torch.Tensor]]:
     """The weights of a source, split as a model-parallel run of `shards` saves them; an output head is always among them."""
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(shards)]
     for name in dict.fromkeys((*canonical_names(config), "lm_head.weight")):
         tied = config.tie_word_embeddings and name == "lm_head.weight"
         tensor = source.read("embedding.weight" if tied else name)
-        axis = embedding_axis if name == "embedding.weight" else 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        axis = (
+            embedding_axis
+            if name == "embedding.weight"
+            else 1
+            if name.endswith(("o_proj.weight", "down_proj.weight"))
+            else 0
+        )
         pieces = tensor.chunk(shards, axis) if tensor.dim() == 2 else [tensor] * shards
         for part, piece in zip(parts, pieces, strict=True):
             part[meta_name(name)] = piece.clone()

@@ -19,7 +19,8 @@ from engines.network.build_options import BuildOptions
 from engines.network.profiles import default_profiles
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
-from exporter.spec.contract import BATCH, CAPACITY, SEQUENCE, TOTAL, numpy_dtype
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import HostCache, Stepper
 from runtime import DecodeSession
@@ -76,7 +77,9 @@ class CudaDouble(Cuda):
             raise ContractError("upload of an array that is not contiguous")
         if self._recording is not None:
             raise ContractError("a pageable upload inside a capture")
-        self._put(lambda: self.view(address, array.nbytes).__setitem__(slice(None), np.frombuffer(array.tobytes(), np.uint8)))
+        self._put(
+            lambda: self.view(address, array.nbytes).__setitem__(slice(None), np.frombuffer(array.tobytes(), np.uint8))
+        )
 
     def download(self, array, address):
         if not array.flags.c_contiguous:
@@ -89,7 +92,10 @@ class CudaDouble(Cuda):
 
     def copy(self, destination, source, pitch, width, height):
         self._put(
-            lambda: [self.view(destination + k * pitch, width).__setitem__(slice(None), self.view(source + k * pitch, width)) for k in range(height)]
+            lambda: [
+                self.view(destination + k * pitch, width).__setitem__(slice(None), self.view(source + k * pitch, width))
+                for k in range(height)
+            ]
         )
 
     def synchronize(self):
@@ -174,7 +180,12 @@ class ContextDouble:
         if name in self._shapes:
             return self._shapes[name]
         batch, length = self._shapes["position_ids"]
-        sizes = {BATCH: batch, SEQUENCE: length, TOTAL: self._shapes["attention_mask"][1], CAPACITY: self._engine.capacity}
+        sizes = {
+            BATCH: batch,
+            SEQUENCE: length,
+            TOTAL: self._shapes["attention_mask"][1],
+            CAPACITY: self._engine.capacity,
+        }
         return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self._engine.specs[name].axes)
 
     def execute_async_v3(self, stream):
@@ -249,7 +260,9 @@ class ILogger:
     ERROR, WARNING = 1, 2
 
 
-def tensorrt_double(bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper | None = None) -> types.SimpleNamespace:
+def tensorrt_double(
+    bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper | None = None
+) -> types.SimpleNamespace:
     """A stand-in for the `tensorrt` module whose runtime loads this bundle's engine and no other.
 
     What the engine computes is computed by `stepper`, by default the eager one.
@@ -266,12 +279,17 @@ def tensorrt_double(bundle: Bundle, record: EngineRecord, cuda: CudaDouble, step
                 return None
             return EngineDouble(bundle, record, cuda, stepper)
 
-    return types.SimpleNamespace(__version__=record.version, ILogger=ILogger, Runtime=Runtime, TensorIOMode=TensorIOMode)
+    return types.SimpleNamespace(
+        __version__=record.version, ILogger=ILogger, Runtime=Runtime, TensorIOMode=TensorIOMode
+    )
 
 
 def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len: int = 16) -> EngineRecord:
     """The record that a build would have left for an engine of this bundle."""
-    axes = {spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes) for spec in bundle.manifest.contract.inputs}
+    axes = {
+        spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes)
+        for spec in bundle.manifest.contract.inputs
+    }
     profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
     return EngineRecord(
         "model.engine", 6, "0" * 64, "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,

@@ -47,7 +47,9 @@ def _mounting_works() -> bool:
         return False
 
 
-can_mount = pytest.mark.skipif(not _mounting_works(), reason="needs leave to mount a tmpfs in a mount namespace of its own")
+can_mount = pytest.mark.skipif(
+    not _mounting_works(), reason="needs leave to mount a tmpfs in a mount namespace of its own"
+)
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
@@ -70,9 +72,9 @@ class Said:
     """
 
     def __init__(self, main: Callable[[list[str]], int], *arguments: object) -> None:
-        from exporter.common import cli
+        from exporter.common import terminal
 
-        with cli.stderr.capture() as capture:
+        with terminal.stderr.capture() as capture:
             self.code = main([str(argument) for argument in arguments])
         lines = capture.get().splitlines()
         self.error = next((line for line in reversed(lines) if line.startswith(("error:", "failed:"))), "")

@@ -72,7 +72,11 @@ def upper_left_mask(model: onnx.ModelProto, layer: int) -> None:
 
 
 def half_split_rope(model: onnx.ModelProto, layer: int) -> None:
-    node = next(n for n in model.graph.node if n.op_type == "RotaryEmbedding" and n.name.startswith(f"blocks.{layer}.attention.rope_q"))
+    node = next(
+        n
+        for n in model.graph.node
+        if n.op_type == "RotaryEmbedding" and n.name.startswith(f"blocks.{layer}.attention.rope_q")
+    )
     next(a for a in node.attribute if a.name == "interleaved").i = 0
 
 
@@ -115,7 +119,10 @@ def spelled_out_norm(eps_inside: bool, weight_before_cast: bool) -> Fault:
         if eps_inside:
             nodes += [make("Add", [f"{p}.mean", "planted.eps"], f"{p}.sum"), make("Sqrt", [f"{p}.sum"], f"{p}.divisor")]
         else:
-            nodes += [make("Sqrt", [f"{p}.mean"], f"{p}.root"), make("Add", [f"{p}.root", "planted.eps"], f"{p}.divisor")]
+            nodes += [
+                make("Sqrt", [f"{p}.mean"], f"{p}.root"),
+                make("Add", [f"{p}.root", "planted.eps"], f"{p}.divisor"),
+            ]
         nodes.append(make("Div", [f"{p}.wide", f"{p}.divisor"], f"{p}.normed"))
         if weight_before_cast:
             nodes += [
@@ -134,7 +141,11 @@ def shifted_cache_row(model: onnx.ModelProto, layer: int) -> None:
     """One layer's keys written one row too late."""
     node = node_of(model, f"present.{layer}.key")
     add_constant(model, "planted.one", np.array([1], np.int64))
-    insert_before(model, node, helper.make_node("Add", [node.input[2], "planted.one"], ["planted.indices"], name="planted.indices"))
+    insert_before(
+        model,
+        node,
+        helper.make_node("Add", [node.input[2], "planted.one"], ["planted.indices"], name="planted.indices"),
+    )
     node.input[2] = "planted.indices"
 
 
@@ -173,7 +184,9 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
     """The standard spelling of cached attention in every layer: is_causal and nonpad_kv_seqlen, no mask. onnxruntime
     computes it as the standard says; TensorRT's parser drops the lengths and masks from the upper left."""
     add_constant(model, "planted.axis", np.array([1], np.int64))
-    lengths = helper.make_node("ReduceSum", ["attention_mask", "planted.axis"], ["planted.lengths"], name="planted.lengths", keepdims=0)
+    lengths = helper.make_node(
+        "ReduceSum", ["attention_mask", "planted.axis"], ["planted.lengths"], name="planted.lengths", keepdims=0
+    )
     model.graph.node.insert(0, lengths)
     for node in model.graph.node:
         if node.op_type == "Attention":
@@ -191,6 +204,10 @@ def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
     where = {entry.key: entry.value for entry in tensor.external_data}
     data = np.memmap(bundle.folder / DATA_FILE, dtype=np.uint8, mode="r+")
     start, length = int(where["offset"]), int(where["length"])
-    weights = data[start : start + length].view(helper.tensor_dtype_to_np_dtype(tensor.data_type)).reshape(tensor.dims)[..., outputs]
+    weights = (
+        data[start : start + length]
+        .view(helper.tensor_dtype_to_np_dtype(tensor.data_type))
+        .reshape(tensor.dims)[..., outputs]
+    )
     weights[:] = (weights.astype(np.float32) * factor).astype(weights.dtype)
     data.flush()

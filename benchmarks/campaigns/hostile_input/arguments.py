@@ -23,7 +23,17 @@ TEXTS = (
 INPUTS = (
     "{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "x" * 5000,
 )  # fmt: skip
-OUTPUTS = ("{}/out/a", "{}/out/b\nc", "{}/out/-x", "{}/out/\udcff", "{}/out/" + "y" * 300, "{}/input/model.onnx/x", "/proc/x/y", "", "{}/out/[red]")
+OUTPUTS = (
+    "{}/out/a",
+    "{}/out/b\nc",
+    "{}/out/-x",
+    "{}/out/\udcff",
+    "{}/out/" + "y" * 300,
+    "{}/input/model.onnx/x",
+    "/proc/x/y",
+    "",
+    "{}/out/[red]",
+)
 OPTIONS = {  # command → option → what kind of value it takes; None takes none
     ("exporter", "params"): {"--model": "model", "--past-len": "number", "--format": "text"},
     ("exporter", "export"): {
@@ -83,13 +93,25 @@ def command_line(originals: Path, folder: Path, rng: Random) -> list[Door]:
     """One command with some of its options; a good bundle stands ready as its input."""
     shutil.copytree(originals / rng.choice(("model", "block")), folder)
     (folder.parent / "checkpoint").symlink_to(originals / "huggingface")
-    weights = [0.2 if name in ("export", "compare") else 1 for _, name in OPTIONS]  # these take seconds where they succeed
+    weights = [
+        0.2 if name in ("export", "compare") else 1 for _, name in OPTIONS
+    ]  # these take seconds where they succeed
     ((stage, name), options) = rng.choices(list(OPTIONS.items()), weights)[0]
     words = [name]
     if name not in ("params", "export") and rng.random() < 0.95:
         words.append(rng.choice(INPUTS))
     if name == "export":  # full-size models are left alone; without a checkpoint only those without weights
-        words += ["--checkpoint", "{}/checkpoint", "--no-validate", "-o", "{}/out/bundle", "--max-positions", "16", "--unit", "component:repeat_kv"]
+        words += [
+            "--checkpoint",
+            "{}/checkpoint",
+            "--no-validate",
+            "-o",
+            "{}/out/bundle",
+            "--max-positions",
+            "16",
+            "--unit",
+            "component:repeat_kv",
+        ]
     if name in ("generate", "report"):
         words += ["--prompt", "hello", "--cache-capacity", "16"]
     for option in rng.sample(list(options), min(len(options), rng.choice((0, 1, 1, 2, 3)))):
@@ -104,9 +126,19 @@ def command_line(originals: Path, folder: Path, rng: Random) -> list[Door]:
 def prompt(originals: Path, folder: Path, rng: Random) -> list[Door]:
     """Any text as a prompt."""
     shutil.copytree(originals / "model", folder)
-    alphabet = rng.choice(("ab hel", "\x01\x1b\x7f\x9b[31m", "éß模型👍🏽\u202e\u200d\ufeff", "\ud800\udcff\udfff", "<|endoftext|></s>[INST]"))
+    alphabet = rng.choice(
+        (
+            "ab hel",
+            "\x01\x1b\x7f\x9b[31m",
+            "éß模型👍🏽\u202e\u200d\ufeff",
+            "\ud800\udcff\udfff",
+            "<|endoftext|></s>[INST]",
+        )
+    )
     text = "".join(rng.choice(alphabet) for _ in range(rng.choice((0, 1, 3, 10, 50, 5000))))
-    return [command("runtime", rng.choice(("generate", "report")), "{}/input", f"--prompt={text}", "--max-new-tokens", "2")]
+    return [
+        command("runtime", rng.choice(("generate", "report")), "{}/input", f"--prompt={text}", "--max-new-tokens", "2")
+    ]
 
 
 KINDS = {"command line": command_line, "prompt": prompt}

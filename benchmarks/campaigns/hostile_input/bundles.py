@@ -8,13 +8,43 @@ import shutil
 from pathlib import Path
 from random import Random
 
-from benchmarks.campaigns.hostile_input.doors import BUNDLE_DOORS, ENGINE_DOORS, FILE_DOORS, GRAPH_DOORS, TEXT_DOORS, Door, draw
+from benchmarks.campaigns.hostile_input.doors import (
+    BUNDLE_DOORS,
+    ENGINE_DOORS,
+    FILE_DOORS,
+    GRAPH_DOORS,
+    TEXT_DOORS,
+    Door,
+    draw,
+)
 from benchmarks.campaigns.hostile_input.graphs import mutate_data, mutate_external, mutate_graph
-from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, damage_text, flip_bytes, hostile_value, mutate, to_text
+from benchmarks.campaigns.hostile_input.values import (
+    FOREIGN_PATHS,
+    damage_text,
+    flip_bytes,
+    hostile_value,
+    mutate,
+    to_text,
+)
 from exporter.bundle.bundle import sha256_of
-from exporter.spec.contract import WEIGHT_FORMATS
+from exporter.spec.weight_formats import WEIGHT_FORMATS
 
-PLAIN = ("block", "block", "block", "model", "model", "half", "bfloat", "parts", "growing", "component", "int8", "int4", "uint8", "uint4")
+PLAIN = (
+    "block",
+    "block",
+    "block",
+    "model",
+    "model",
+    "half",
+    "bfloat",
+    "parts",
+    "growing",
+    "component",
+    "int8",
+    "int4",
+    "uint8",
+    "uint4",
+)
 
 
 def copy(originals: Path, folder: Path, rng: Random, names: tuple[str, ...] = PLAIN) -> str:
@@ -73,9 +103,15 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
         if key in config:
             value = config[key]
             plain = isinstance(value, int) and not isinstance(value, bool)
-            config[key] = rng.choice((value * 2, value + 1, max(1, value // 2), 2**31 - 1, 10**6)) if plain else hostile_value(rng)
+            config[key] = (
+                rng.choice((value * 2, value + 1, max(1, value // 2), 2**31 - 1, 10**6))
+                if plain
+                else hostile_value(rng)
+            )
         elif key == "unit":
-            data["unit"][rng.choice(list(data["unit"]))] = rng.choice((1, 2, 0, 10**9, "stack", "model", "all", "growing", None))
+            data["unit"][rng.choice(list(data["unit"]))] = rng.choice(
+                (1, 2, 0, 10**9, "stack", "model", "all", "growing", None)
+            )
         elif key == "max_positions":
             data[key] = rng.choice((1, 2, 63, 65, config["context_length"]))
             config["context_length"] = rng.choice((config["context_length"], 2**31 - 1))
@@ -83,7 +119,16 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
             size = rng.choice((16, 32, 48, 64, 2**40, hostile_value(rng)))
             data[key] = rng.choice((None, {"dtype": rng.choice(WEIGHT_FORMATS), "block_size": size}))
         else:
-            data[key] = rng.choice(({"source": "random"}, {"source": "random", "seed": "x"}, {"source": "random", "seed": -1}, [10**30], [-1], [1.0]))
+            data[key] = rng.choice(
+                (
+                    {"source": "random"},
+                    {"source": "random", "seed": "x"},
+                    {"source": "random", "seed": -1},
+                    [10**30],
+                    [-1],
+                    [1.0],
+                )
+            )
     _restate_tensors(data)
     path.write_bytes(to_text(data))
     seal(folder, rng, 0.5)
@@ -93,7 +138,8 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
 def _restate_tensors(data: dict) -> None:
     """Makes inputs, outputs and cache pairs those of the changed config, where it is one."""
     from exporter.spec.catalogue import ModelConfig
-    from exporter.spec.contract import Unit, graph_contract
+    from exporter.spec.tensors import graph_contract
+    from exporter.spec.unit import Unit
 
     try:
         if data["unit"]["n_layers"] > 100:
@@ -169,7 +215,17 @@ def _mutate_engine(engine: Path, records: Path, rng: Random) -> None:
     """Another content or another kind of file under the engine's name, and a record that agrees."""
     if rng.random() < 0.5:
         content = engine.read_bytes()
-        engine.write_bytes(rng.choice((content[: rng.randrange(len(content))], b"", rng.randbytes(1000), flip_bytes(content, rng), b"engine" * 99)))
+        engine.write_bytes(
+            rng.choice(
+                (
+                    content[: rng.randrange(len(content))],
+                    b"",
+                    rng.randbytes(1000),
+                    flip_bytes(content, rng),
+                    b"engine" * 99,
+                )
+            )
+        )
     else:
         mutate_data(engine, rng)
     if engine.is_file() and not engine.resolve().is_relative_to("/proc"):

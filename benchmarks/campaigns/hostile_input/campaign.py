@@ -63,9 +63,27 @@ class Worker:
     """One worker process and the lines that it says."""
 
     def __init__(self, folder: Path, originals: Path, seed: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.campaigns.hostile_input.case_worker", str(folder), str(originals), str(seed)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "0"}
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.campaigns.hostile_input.case_worker",
+            str(folder),
+            str(originals),
+            str(seed),
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONFAULTHANDLER": "0",
+        }
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
+        )
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._answer(KILL_SECONDS)
@@ -78,7 +96,15 @@ class Worker:
     def run(self, kind: str, number: int) -> dict:
         """The case's result; where the worker died or had to be ended, one that says so."""
         door = "input"
-        lost: dict = {"kind": kind, "number": number, "outcomes": [], "faults": [], "gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
+        lost: dict = {
+            "kind": kind,
+            "number": number,
+            "outcomes": [],
+            "faults": [],
+            "gates": [],
+            "cpu_seconds": 0.0,
+            "memory_bytes": 0,
+        }
         try:
             self.process.stdin.write(json.dumps([kind, number]) + "\n")
             self.process.stdin.flush()
@@ -124,7 +150,9 @@ class Worker:
         self.process.wait()
 
 
-def run_campaign(cases: dict[str, int], seed: int, jobs: int, originals: Path, report: Callable[[dict], None] = lambda result: None) -> dict:
+def run_campaign(
+    cases: dict[str, int], seed: int, jobs: int, originals: Path, report: Callable[[dict], None] = lambda result: None
+) -> dict:
     """Runs so many cases of each kind; returns figures by kind and the faults found.
 
     Args:
@@ -200,5 +228,8 @@ def _count(tally: Tally, result: dict, examples: dict[str, dict], report: Callab
     tally.add(result)
     for fault in result["faults"]:
         tally.faults[fault] += 1
-        examples.setdefault(f"{result['kind']}: {fault.split(': ', 1)[1][:90]}", {"kind": result["kind"], "number": result["number"], "fault": fault})
+        examples.setdefault(
+            f"{result['kind']}: {fault.split(': ', 1)[1][:90]}",
+            {"kind": result["kind"], "number": result["number"], "fault": fault},
+        )
     report(result)

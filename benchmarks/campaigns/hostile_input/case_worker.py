@@ -31,7 +31,15 @@ def run_case(kind: str, number: int, seed: int, originals: Path, sandbox: Sandbo
     """Makes the case's input and takes it through its doors."""
     rng = Random(f"{seed}:{kind}:{number}")
     doors = KINDS[kind](originals, sandbox.make(), rng)
-    result: dict = {"kind": kind, "number": number, "outcomes": [], "faults": [], "gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
+    result: dict = {
+        "kind": kind,
+        "number": number,
+        "outcomes": [],
+        "faults": [],
+        "gates": [],
+        "cpu_seconds": 0.0,
+        "memory_bytes": 0,
+    }
     gates.passed.clear()
     for label, door in doors:
         print(json.dumps({"door": label}), flush=True)
@@ -53,7 +61,11 @@ def run_case(kind: str, number: int, seed: int, originals: Path, sandbox: Sandbo
                 outcome = "traceback"
                 faults.append(f"traceback: {_place(error)}")
         hears_itself = kind in arguments.KINDS  # argparse repeats what was typed
-        faults += [] if hears_itself else [f"control character {c!r} in the messages" for c in sorted(CONTROL & set(said[0]))[:1]]
+        faults += (
+            []
+            if hears_itself
+            else [f"control character {c!r} in the messages" for c in sorted(CONTROL & set(said[0]))[:1]]
+        )
         result["outcomes"].append((label, outcome))
         result["faults"] += [f"{label}: {fault}" for fault in faults]
         result["cpu_seconds"] = max(result["cpu_seconds"], time.process_time() - started)
@@ -69,7 +81,11 @@ def _outcome(code: int | None) -> str:
 
 def _place(error: BaseException) -> str:
     """The error's type, its message, and the last line of the project that it came through."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if "/campaigns/" not in f.filename and "site-packages" not in f.filename]
+    own = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if "/campaigns/" not in f.filename and "site-packages" not in f.filename
+    ]
     where = f"{Path(own[-1].filename).name}:{own[-1].lineno} {own[-1].name}" if own else "?"
     return f"{type(error).__name__} at {where}: {str(error)[:150]}"
 
@@ -105,7 +121,12 @@ def main(folder: str, originals: str, seed: str) -> None:
             result = run_case(kind, number, int(seed), Path(originals), sandbox, gates)
         except Exception as error:  # a case that could not be made must show, and not end the campaign
             lost = {"outcomes": [], "gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
-            result = {"kind": kind, "number": number, "faults": [f"campaign: it failed itself: {_place(error)}"], **lost}
+            result = {
+                "kind": kind,
+                "number": number,
+                "faults": [f"campaign: it failed itself: {_place(error)}"],
+                **lost,
+            }
         print(json.dumps(result), flush=True)
     shutil.rmtree(root, ignore_errors=True)
 

@@ -78,12 +78,20 @@ def _mutated_header(header: dict, rng: Random) -> Any:
     elif how == 1:
         one["dtype"] = rng.choice(("F64", "F8_E4M3", "I64", "BOOL", "F16", "BF16", "F4", "U8", "C64"))
     elif how == 2:
-        one["shape"] = rng.choice((one["shape"][::-1], [], [0], [2**40, 2**40], [-1, 4], one["shape"] + [1], [1] * 1000))
+        one["shape"] = rng.choice(
+            (one["shape"][::-1], [], [0], [2**40, 2**40], [-1, 4], one["shape"] + [1], [1] * 1000)
+        )
     elif how == 3:
-        header[rng.choice(("lm_head.weight", "model.layers.2.mlp.up_proj.weight", "x" * 10_000, "\x1b[31m", "model.norm.weight "))] = dict(one)
+        header[
+            rng.choice(
+                ("lm_head.weight", "model.layers.2.mlp.up_proj.weight", "x" * 10_000, "\x1b[31m", "model.norm.weight ")
+            )
+        ] = dict(one)
     elif how == 4:
         start, stop = one["data_offsets"]
-        one["data_offsets"] = rng.choice(([stop, start], [start, start], [start + 1, stop + 1], [2**63, 2**64 - 1], [0, 2**40]))
+        one["data_offsets"] = rng.choice(
+            ([stop, start], [start, start], [start + 1, stop + 1], [2**63, 2**64 - 1], [0, 2**40])
+        )
     else:
         del header[rng.choice(names)]
     return header
@@ -210,7 +218,9 @@ def _lying_zip(path: Path, rng: Random) -> None:
     elif how == 3:
         records = {rng.choice(("../../outside/canary", "/tmp/x", "..", "/")): b"x", **records}
     elif how == 4:
-        records = {name.replace(prefix, rng.choice(("..", "", "a/../../b"))): content for name, content in records.items()}
+        records = {
+            name.replace(prefix, rng.choice(("..", "", "a/../../b"))): content for name, content in records.items()
+        }
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as archive:
         for name, content in records.items():
@@ -227,13 +237,29 @@ def _lying_pickle(path: Path, rng: Random) -> None:
     content = records[name]
     how = rng.randrange(5)
     if how == 0:
-        content = content.replace(b"FloatStorage", rng.choice((b"DoubleStorage", b"LongStorage", b"UntypedStorage", b"FloatTensor"))[:12], 1)
+        content = content.replace(
+            b"FloatStorage", rng.choice((b"DoubleStorage", b"LongStorage", b"UntypedStorage", b"FloatTensor"))[:12], 1
+        )
     elif how == 1:
-        content = content.replace(b"K@", rng.choice((b"K\xff", b"M\xff\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff")), rng.choice((1, 2, 9)))
+        content = content.replace(
+            b"K@",
+            rng.choice((b"K\xff", b"M\xff\xff", b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff")),
+            rng.choice((1, 2, 9)),
+        )
     elif how == 2:
-        content = content.replace(b"torch._utils\n_rebuild_tensor_v2", rng.choice((b"os\nsystem", b"torch._utils\n_rebuild_tensor_v3")), 1)
+        content = content.replace(
+            b"torch._utils\n_rebuild_tensor_v2", rng.choice((b"os\nsystem", b"torch._utils\n_rebuild_tensor_v3")), 1
+        )
     elif how == 3:
-        content = rng.choice((b"(" * 10**6, b"]" * 10**5 + b".", b"\x80\x02}q\x00" + b"K\x01" * 10**6, b"\x8b\xff\xff\xff\x7f" + b"1" * 100, b""))
+        content = rng.choice(
+            (
+                b"(" * 10**6,
+                b"]" * 10**5 + b".",
+                b"\x80\x02}q\x00" + b"K\x01" * 10**6,
+                b"\x8b\xff\xff\xff\x7f" + b"1" * 100,
+                b"",
+            )
+        )
     else:
         content = flip_bytes(content, rng)
     with zipfile.ZipFile(path, "w") as archive:

@@ -10,18 +10,22 @@ from unittest import mock
 
 import numpy as np
 
-import engines.__main__
-import exporter.__main__
-import runtime.__main__
+import engines.commands.main
+import exporter.commands.main
+import runtime.commands.main
 from benchmarks.campaigns.hostile_input.originals import META_NAME
 from exporter.bundle.bundle import Bundle
 from exporter.checkpoint.formats import open_checkpoint
-from exporter.placing.placing import new_folder
-from exporter.spec.contract import numpy_dtype
+from exporter.placing.folders import new_folder
+from exporter.spec.dtypes import numpy_dtype
 from runtime import DecodeSession
 from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
-MAINS = {"exporter": exporter.__main__.main, "engines": engines.__main__.main, "runtime": runtime.__main__.main}
+MAINS = {
+    "exporter": exporter.commands.main.main,
+    "engines": engines.commands.main.main,
+    "runtime": runtime.commands.main.main,
+}
 Door = tuple[str, Callable[[Path], int | None]]  # label, and what to do with a case's folder
 INPUT, OUTPUT, OUTSIDE = "input", "out", "outside"  # folders of a case
 
@@ -67,8 +71,9 @@ def _session_over_doubles(root: Path) -> None:
     backend = mock.Mock(trt=trt, version="1.7.1.116")
     backend.name = "tensorrt-rtx"
     with contextlib.ExitStack() as stack:
-        stepper = "engines.running.tensorrt_stepper."
-        stack.enter_context(mock.patch(stepper + "visible_gpus", lambda: [mock.Mock(compute_capability="9.0")]))
+        choice, stepper = "engines.running.choose_engine.", "engines.running.tensorrt_stepper."
+        stack.enter_context(mock.patch(choice + "visible_gpus", lambda: [mock.Mock(compute_capability="9.0")]))
+        stack.enter_context(mock.patch(choice + "choose_backend", lambda name: backend))
         stack.enter_context(mock.patch(stepper + "choose_backend", lambda name: backend))
         stack.enter_context(mock.patch("engines.library.cuda.RuntimeCuda", lambda: cuda))
         assert ENGINE == b"engine"
@@ -101,10 +106,31 @@ REPORT = command("runtime", "report", "{}/input", "--prompt", "hello", "--max-ne
 INSPECT = command("engines", "inspect", "{}/input", "--format", "json")
 INSPECT_TABLE = command("engines", "inspect", "{}/input")
 BUILD = command("engines", "build", "{}/input", "--max-batch", "1", "--max-seq-len", "4", "--cache-capacity", "32")
-BUILD_ONNX = command("engines", "build", "--onnx", "{}/input/model.onnx", "-o", "{}/out/engine", "--cache-capacity", "32", "--max-seq-len", "4")
+BUILD_ONNX = command(
+    "engines",
+    "build",
+    "--onnx",
+    "{}/input/model.onnx",
+    "-o",
+    "{}/out/engine",
+    "--cache-capacity",
+    "32",
+    "--max-seq-len",
+    "4",
+)
 COMPARE = command("engines", "compare", "{}/input", "--cache-capacity", "8")
 OVER_DOUBLES = ("DecodeSession tensorrt (doubles)", _session_over_doubles)
-EXPORT = command("exporter", "export", "--checkpoint", "{}/input", "--unit", "component:repeat_kv", "-o", "{}/out/bundle", "--no-validate")
+EXPORT = command(
+    "exporter",
+    "export",
+    "--checkpoint",
+    "{}/input",
+    "--unit",
+    "component:repeat_kv",
+    "-o",
+    "{}/out/bundle",
+    "--no-validate",
+)
 EXPORT_MODEL = command(
     "exporter", "export", "--checkpoint", "{}/input", "--unit", "model", "-o", "{}/out/bundle", "--no-validate", "--max-positions", "16"
 )  # fmt: skip
@@ -113,14 +139,35 @@ EXPORT_META = command(
 )  # fmt: skip
 
 # How often a door is taken; those that cost seconds are rare.
-BUNDLE_DOORS = {OPEN: 6, OPEN_FULL: 6, VERIFY: 4, SESSION: 6, DECODE: 2, GENERATE: 1, VALIDATE: 0.5, INSPECT: 0.5, REPLACE: 3}
+BUNDLE_DOORS = {
+    OPEN: 6,
+    OPEN_FULL: 6,
+    VERIFY: 4,
+    SESSION: 6,
+    DECODE: 2,
+    GENERATE: 1,
+    VALIDATE: 0.5,
+    INSPECT: 0.5,
+    REPLACE: 3,
+}
 GRAPH_DOORS = {
     VERIFY: 8, SESSION: 10, DECODE: 3, EAGER: 1, GENERATE: 1, VALIDATE: 1, BY_LAYER: 0.5, INSPECT: 3, INSPECT_TABLE: 1, BUILD: 0.1, BUILD_ONNX: 2,
     COMPARE: 0.2,
 }  # fmt: skip
 TEXT_DOORS = {OPEN_FULL: 1, GENERATE: 6, REPORT: 4, VERIFY: 1, VALIDATE: 0.3}
-FILE_DOORS = {door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX}  # a file that somebody names may be a link
-ENGINE_DOORS = {VERIFY: 4, INSPECT: 1, INSPECT_TABLE: 1, OVER_DOUBLES: 6, DECODE: 2, REPLACE: 2, COMPARE: 0.1, BUILD: 0.1}
+FILE_DOORS = {
+    door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX
+}  # a file that somebody names may be a link
+ENGINE_DOORS = {
+    VERIFY: 4,
+    INSPECT: 1,
+    INSPECT_TABLE: 1,
+    OVER_DOUBLES: 6,
+    DECODE: 2,
+    REPLACE: 2,
+    COMPARE: 0.1,
+    BUILD: 0.1,
+}
 HUGGINGFACE_DOORS = {_checkpoint(None): 20, EXPORT: 1, EXPORT_MODEL: 0.1}
 META_DOORS = {_checkpoint(META_NAME): 20, EXPORT_META: 0.5}
 

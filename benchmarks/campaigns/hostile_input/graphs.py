@@ -54,7 +54,9 @@ def _node(model: ModelProto, rng: Random) -> NodeProto:
 
 def _values(model: ModelProto) -> list[str]:
     graph = model.graph
-    return [v.name for v in graph.input] + [t.name for t in graph.initializer] + [name for node in graph.node for name in node.output] or [""]
+    return [v.name for v in graph.input] + [t.name for t in graph.initializer] + [
+        name for node in graph.node for name in node.output
+    ] or [""]
 
 
 def delete_node(model: ModelProto, rng: Random) -> None:
@@ -77,7 +79,9 @@ def rewire(model: ModelProto, rng: Random) -> None:
     """Any value of the graph as an input of any node: wrong types, and cycles."""
     node = _node(model, rng)
     if node.input:
-        node.input[rng.randrange(len(node.input))] = rng.choice([*_values(model), "", "nowhere", node.output[0] if node.output else ""])
+        node.input[rng.randrange(len(node.input))] = rng.choice(
+            [*_values(model), "", "nowhere", node.output[0] if node.output else ""]
+        )
 
 
 def rename_output(model: ModelProto, rng: Random) -> None:
@@ -114,8 +118,22 @@ def foreign_name(model: ModelProto, rng: Random) -> None:
 def attribute(model: ModelProto, rng: Random) -> None:
     """An attribute of another value, type or name, or one too many."""
     node = _node(model, rng)
-    values = (*HUGE, 0.5, float("nan"), "text", SECRET, [1] * 9, [-1, 2**62], [0.5], numpy_helper.from_array(np.ones(3, np.float32), "t"), [])
-    name = rng.choice([a.name for a in node.attribute] + ["axis", "perm", "to", "scale", "q_num_heads", "softcap", "body", "value", "allowzero"])
+    values = (
+        *HUGE,
+        0.5,
+        float("nan"),
+        "text",
+        SECRET,
+        [1] * 9,
+        [-1, 2**62],
+        [0.5],
+        numpy_helper.from_array(np.ones(3, np.float32), "t"),
+        [],
+    )
+    name = rng.choice(
+        [a.name for a in node.attribute]
+        + ["axis", "perm", "to", "scale", "q_num_heads", "softcap", "body", "value", "allowzero"]
+    )
     for index in reversed([i for i, a in enumerate(node.attribute) if a.name == name and rng.random() < 0.9]):
         del node.attribute[index]
     value = rng.choice(values)
@@ -145,7 +163,9 @@ def function(model: ModelProto, rng: Random) -> None:
     name, domain = rng.choice(("MatMul", "Add", "Own")), rng.choice(("", "own"))
     body = [helper.make_node(rng.choice((name, "Add")), ["a", "a"], ["b"], domain=domain)]
     model.functions.append(helper.make_function(domain, name, ["a"], ["b"], body, list(model.opset_import)))
-    model.graph.node.insert(0, helper.make_node(name, [model.graph.input[0].name if model.graph.input else ""], ["called"], domain=domain))
+    model.graph.node.insert(
+        0, helper.make_node(name, [model.graph.input[0].name if model.graph.input else ""], ["called"], domain=domain)
+    )
     if domain:
         model.opset_import.add(domain=domain, version=1)
 
@@ -201,7 +221,11 @@ def initializer(model: ModelProto, rng: Random) -> None:
     elif how == 5:
         tensor.int64_data.extend(rng.choice(HUGE) for _ in range(rng.choice((1, 4, 1000))))
     else:
-        tensor.CopyFrom(numpy_helper.from_array(np.array([rng.choice(HUGE)] * min(1000, max(1, sum(tensor.dims[:1]))), np.int64), tensor.name))
+        tensor.CopyFrom(
+            numpy_helper.from_array(
+                np.array([rng.choice(HUGE)] * min(1000, max(1, sum(tensor.dims[:1]))), np.int64), tensor.name
+            )
+        )
 
 
 def other_constant(model: ModelProto, rng: Random) -> None:
@@ -241,7 +265,9 @@ def bomb(model: ModelProto, rng: Random) -> None:
         made, last = [], "position_ids"
         for i in range(6):
             made.append(helper.make_node("Unsqueeze", [last, "bomb.zero"], [f"bomb.u{i}"]))
-            made.append(helper.make_node("Unsqueeze", ["position_ids", "bomb.shape" if i == 3 else "bomb.zero"], [f"bomb.v{i}"]))
+            made.append(
+                helper.make_node("Unsqueeze", ["position_ids", "bomb.shape" if i == 3 else "bomb.zero"], [f"bomb.v{i}"])
+            )
             made.append(helper.make_node("MatMul", [f"bomb.u{i}", f"bomb.v{i}"], [f"bomb.{i}"]))
             last = f"bomb.{i}"
     for index, node in enumerate(made):
@@ -296,7 +322,9 @@ def _external(model: ModelProto, rng: Random) -> TensorProto:
 
 
 def _where(tensor: TensorProto) -> dict[str, str]:
-    return {"location": "model.onnx.data", "offset": "0", "length": "16"} | {e.key: e.value for e in tensor.external_data}
+    return {"location": "model.onnx.data", "offset": "0", "length": "16"} | {
+        e.key: e.value for e in tensor.external_data
+    }
 
 
 def elsewhere(model: ModelProto, rng: Random) -> None:
@@ -339,7 +367,16 @@ def other_dims(model: ModelProto, rng: Random) -> None:
         tensor.data_type = rng.choice((2, 7, 8, 10, 11, 14, 16, 17, 22, 99))
 
 
-EXTERNAL_MUTATIONS = (elsewhere, elsewhere, other_numbers, other_numbers, other_keys, other_dims, subgraph, constant_from_outside)
+EXTERNAL_MUTATIONS = (
+    elsewhere,
+    elsewhere,
+    other_numbers,
+    other_numbers,
+    other_keys,
+    other_dims,
+    subgraph,
+    constant_from_outside,
+)
 
 
 # --- model.onnx.data ---------------------------------------------------------------------------------------------------
@@ -349,20 +386,29 @@ def mutate_data(path: Path, rng: Random, links_out: bool = True) -> None:
     """Replaces a file by something shorter, longer, poisoned, or by what is no file of the folder's own."""
     content = path.read_bytes()
     how = rng.choice([how for how in range(12) if links_out or how != 4])
-    outside = path.parent / ".." / "outside" if (path.parent / ".." / "outside").is_dir() else path.parent / ".." / ".." / "outside"
+    outside = (
+        path.parent / ".." / "outside"
+        if (path.parent / ".." / "outside").is_dir()
+        else path.parent / ".." / ".." / "outside"
+    )
     path.unlink()
     if how == 0:
         path.write_bytes(content[: rng.randrange(len(content) + 1)])
     elif how == 1:
         path.write_bytes(content + rng.randbytes(rng.choice((1, 4096))))
     elif how == 2:
-        path.write_bytes(np.full(len(content) // 4, rng.choice((np.nan, np.inf, 1e38)), np.float32).tobytes() + bytes(len(content) % 4))
+        path.write_bytes(
+            np.full(len(content) // 4, rng.choice((np.nan, np.inf, 1e38)), np.float32).tobytes()
+            + bytes(len(content) % 4)
+        )
     elif how == 3:
         path.write_bytes(flip_bytes(content, rng))
     elif how == 4:
         path.symlink_to(rng.choice((outside / "secret.bin", outside / "secret.json", Path("/etc/hostname"))))
     elif how == 5:
-        path.symlink_to(rng.choice(("/dev/zero", "/dev/null", "/proc/self/environ", "/proc/self/mem", "nowhere", path.name)))
+        path.symlink_to(
+            rng.choice(("/dev/zero", "/dev/null", "/proc/self/environ", "/proc/self/mem", "nowhere", path.name))
+        )
     elif how == 6:
         (path.parent / "moved").write_bytes(content)
         path.symlink_to("moved")

@@ -13,10 +13,20 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import Unit, WeightFormat
+from exporter.spec.unit import Unit
+from exporter.spec.weight_formats import WeightFormat
 from tests.support.checkpoint_folders import meta_shards, write_huggingface, write_json
 
-TINY = ModelConfig(hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96, vocab_size=300, context_length=128)
+TINY = ModelConfig(
+    hidden_size=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=300,
+    context_length=128,
+)
 META = dataclasses.replace(TINY, intermediate_size=256)
 MAX_POSITIONS = 64
 META_NAME = "tiny-for-campaigns"

@@ -15,7 +15,15 @@ from pathlib import Path
 from benchmarks.campaigns.hostile_input.doors import INPUT, OUTPUT, OUTSIDE
 from benchmarks.campaigns.hostile_input.values import SECRET
 
-FORBIDDEN_EVENTS = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pty.spawn")
+FORBIDDEN_EVENTS = (
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "os.fork",
+    "subprocess.Popen",
+    "socket.connect",
+    "pty.spawn",
+)
 FORBIDDEN_PATHS = ("/etc/hostname", "/proc/self/environ", "/proc/self/mem", "/dev/zero")
 LONG_AGO = 946_684_800  # an access time that any read would renew
 
@@ -54,7 +62,9 @@ class Sandbox:
             (self.root / name).mkdir(parents=True)
         outside = self.root / OUTSIDE
         (outside / "secret.bin").write_bytes((SECRET.encode() + b"\0" * 22) * 5000)
-        (outside / "secret.json").write_text(f'{{"format_version": "{SECRET}", "eos_token_id": "{SECRET}", "files": ["{SECRET}"]}}')
+        (outside / "secret.json").write_text(
+            f'{{"format_version": "{SECRET}", "eos_token_id": "{SECRET}", "files": ["{SECRET}"]}}'
+        )
         self.files = [outside / "secret.bin", outside / "secret.json"]
         return self.root / INPUT
 
@@ -79,9 +89,18 @@ class Sandbox:
             said.append(streams.messages)
         faults += [f"forbidden: {event}" for event in self.watch.seen]
         faults += [f"outside: {path.name} was read" for path in self.files if path.stat().st_atime > LONG_AGO + 1]
-        faults += [f"outside: {p.name} was changed" for p, was in before.items() if (p.stat().st_size, p.stat().st_mtime_ns) != was]
-        strangers = set(os.listdir(self.root)) - names | set(os.listdir(self.root / OUTSIDE)) - {path.name for path in self.files}
-        faults += [f"written outside of the output folder: {name}" for name in sorted(strangers | set(os.listdir(self.root / "cwd")))]
+        faults += [
+            f"outside: {p.name} was changed"
+            for p, was in before.items()
+            if (p.stat().st_size, p.stat().st_mtime_ns) != was
+        ]
+        strangers = set(os.listdir(self.root)) - names | set(os.listdir(self.root / OUTSIDE)) - {
+            path.name for path in self.files
+        }
+        faults += [
+            f"written outside of the output folder: {name}"
+            for name in sorted(strangers | set(os.listdir(self.root / "cwd")))
+        ]
         if SECRET in streams.text:
             faults.append("the secret is in the messages")
         if self._secret_in_outputs():
@@ -119,4 +138,6 @@ class _Streams:
         native = os.read(self._file, 2**22)
         os.close(self._file)
         self.messages = self._err.getvalue().decode("utf-8", "replace")
-        self.text = "".join(part.decode("utf-8", "replace") for part in (self._out.getvalue(), self._err.getvalue(), native))
+        self.text = "".join(
+            part.decode("utf-8", "replace") for part in (self._out.getvalue(), self._err.getvalue(), native)
+        )

@@ -30,7 +30,21 @@ TEXTS = (
     "a", "fp16", "model", "x" * 100_000, "\ud800", "\0", "\x1b]0;owned\x07\x1b[31m", "[/bold]", "[link=x]", "two\nlines", "{}", "%s%n", "١", "−1",
     "1" * 5000, "0x10", "1e5", "NaN", "--help", "-o", "\u202egpj.exe", "é" * 300,
 )  # fmt: skip
-TREES = (None, True, False, [], {}, [[]], [None], {"": {}}, {"a": [1, {"b": None}]}, deep(50), deep(400), ["x"] * 10_000, list(range(1000)))
+TREES = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    [None],
+    {"": {}},
+    {"a": [1, {"b": None}]},
+    deep(50),
+    deep(400),
+    ["x"] * 10_000,
+    list(range(1000)),
+)
 
 
 def hostile_value(rng: Random) -> Any:

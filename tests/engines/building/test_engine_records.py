@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engines.building.publishing import check_engine, check_lineage, check_runnable, publish
+from engines.building.publishing import publish
 from engines.library.gpu import Gpu
+from engines.library.usable_engines import check_engine, check_lineage, check_runnable
 from engines.network.build_options import BuildOptions
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.engine_records import EngineRecord, read_records
@@ -198,7 +199,9 @@ def test_an_engine_of_this_graph_and_these_weights_is_allowed(bundle):
     check_lineage(bundle, replace(RECORD, lineage=bundle.lineage))
 
 
-@pytest.mark.parametrize("names", [(GRAPH_FILE,), (DATA_FILE,), (GRAPH_FILE, DATA_FILE)], ids=["graph", "weights", "both"])
+@pytest.mark.parametrize(
+    "names", [(GRAPH_FILE,), (DATA_FILE,), (GRAPH_FILE, DATA_FILE)], ids=["graph", "weights", "both"]
+)
 def test_an_engine_of_other_files_is_refused_with_their_names_alone(bundle, names):
     with pytest.raises(BundleError, match=f": {', '.join(names)} changed since it was built"):
         check_lineage(changed(bundle, *names), replace(RECORD, lineage=bundle.lineage))
@@ -229,7 +232,9 @@ def test_an_engine_of_another_version_is_refused_with_both():
 
 
 def test_a_version_compatible_engine_of_an_earlier_version_runs():
-    check_runnable(replace(RECORD, options=BuildOptions(version_compatible=True).to_dict()), "tensorrt-rtx", "1.8.0", [GPU])
+    check_runnable(
+        replace(RECORD, options=BuildOptions(version_compatible=True).to_dict()), "tensorrt-rtx", "1.8.0", [GPU]
+    )
 
 
 def test_an_engine_needs_a_gpu():

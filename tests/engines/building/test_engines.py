@@ -12,8 +12,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from engines.building.build import BuildRequest, build_bundle, prepare_bundle, prepare_onnx
-from engines.building.publishing import check_engine, check_lineage, check_runnable, read_records
+from engines.building.publishing import read_records
 from engines.library.backend import choose_backend
+from engines.library.usable_engines import check_engine, check_lineage, check_runnable
 from engines.network.network_checks import KNOWN_LAYERS, check_network
 from engines.network.parsed import parse_network
 from engines.network.source import load_source
@@ -23,7 +24,8 @@ from exporter.export import ExportRequest, export_bundle
 from exporter.graph.fixed_capacity import fix_capacity
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import COMPONENTS, OPSET, Unit
+from exporter.spec.tensors import OPSET
+from exporter.spec.unit import COMPONENTS, Unit
 from tests.conftest import TINY
 
 SMALL = BuildRequest(max_batch=2, max_seq_len=8, cache_capacity=32)
@@ -93,7 +95,9 @@ def test_attention_in_float32_between_casts_compiles_too(tmp_path, rtx, dtype):
 def test_the_whole_real_model_compiles(smollm2_bundle, tmp_path, rtx):
     bundle = copied(smollm2_bundle("fp16"), tmp_path / "bundle")
     record = compile_bundle(bundle, rtx, BuildRequest(max_batch=2, max_seq_len=64, cache_capacity=512))
-    assert 0.9 < record.size_bytes / bundle.manifest.files["model.onnx.data"]["size_bytes"] < 1.5  # half precision, not float32
+    assert (
+        0.9 < record.size_bytes / bundle.manifest.files["model.onnx.data"]["size_bytes"] < 1.5
+    )  # half precision, not float32
 
 
 def test_the_full_size_8b_block_compiles(tmp_path, rtx):
@@ -113,7 +117,9 @@ def test_the_axes_that_stay_dynamic_are_dynamic_in_the_network(tiny_bundle, rtx)
 # --- graphs that TensorRT would get wrong --------------------------------------------------------------------------------
 
 
-def attention_graph(path: Path, *, nonpad=False, causal=False, past=False, outputs=1, kv_length="total_sequence_length", softcap=0.0) -> Path:
+def attention_graph(
+    path: Path, *, nonpad=False, causal=False, past=False, outputs=1, kv_length="total_sequence_length", softcap=0.0
+) -> Path:
     """A small fp16 attention that is valid ONNX in every variant."""
     half, int64 = TensorProto.FLOAT16, TensorProto.INT64
 
@@ -142,7 +148,9 @@ def attention_graph(path: Path, *, nonpad=False, causal=False, past=False, outpu
     node = helper.make_node("Attention", names, results, name="the_attention", **attributes)
     outs = [value("y", half, "batch_size", 4, "sequence_length", 16)]
     outs += [value(name, half, "batch_size", 2, "past_and_new", 16) for name in results[1:]]
-    model = helper.make_model(helper.make_graph([node], "g", inputs, outs), opset_imports=[helper.make_opsetid("", OPSET)], ir_version=12)
+    model = helper.make_model(
+        helper.make_graph([node], "g", inputs, outs), opset_imports=[helper.make_opsetid("", OPSET)], ir_version=12
+    )
     onnx.checker.check_model(model)
     onnx.save(model, path)
     return path
@@ -157,7 +165,9 @@ def attention_graph(path: Path, *, nonpad=False, causal=False, past=False, outpu
         ({"softcap": 5.0}, ["softcap"]),
     ],
 )
-def test_an_attention_that_tensorrt_would_misread_is_refused_with_what_it_would_have_done(tmp_path, rtx, variant, reasons):
+def test_an_attention_that_tensorrt_would_misread_is_refused_with_what_it_would_have_done(
+    tmp_path, rtx, variant, reasons
+):
     path = attention_graph(tmp_path / "attention.onnx", **variant)
     with pytest.raises(CheckFailed, match="the_attention") as caught:
         prepare_onnx(path, rtx, SMALL)
@@ -185,8 +195,19 @@ def test_a_float32_graph_is_refused_before_the_backend_fails(tiny_bundle, rtx):
 
 
 def test_heads_too_small_for_a_kernel_are_refused(tmp_path, rtx):
-    config = ModelConfig(hidden_size=32, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, intermediate_size=32, vocab_size=9, context_length=64)
-    bundle = export_bundle(ExportRequest(config, Unit.parse("block", config), RandomWeights(config, 0)), tmp_path / "b", validated=False)
+    config = ModelConfig(
+        hidden_size=32,
+        n_layers=1,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        vocab_size=9,
+        context_length=64,
+    )
+    bundle = export_bundle(
+        ExportRequest(config, Unit.parse("block", config), RandomWeights(config, 0)), tmp_path / "b", validated=False
+    )
     with pytest.raises(BackendError, match="head_dim 8, expected at least 16"):
         prepare_bundle(bundle, rtx, SMALL)
 
@@ -248,7 +269,9 @@ def test_an_unknown_layer_is_noted(tiny_bundle, rtx):
         graph.node.append(helper.make_node("TopK", ["before", "k"], ["top", "indices"], name="topk", axis=1))
         graph.node.append(helper.make_node("Add", ["before", "top"], [name], name="sum"))
 
-    assert check_network(parsed_block(tiny_bundle("block", "fp16"), rtx, add_sort)) == ["layer types outside the known list: TOPK"]
+    assert check_network(parsed_block(tiny_bundle("block", "fp16"), rtx, add_sort)) == [
+        "layer types outside the known list: TOPK"
+    ]
 
 
 # --- files and shapes ----------------------------------------------------------------------------------------------------
@@ -286,7 +309,11 @@ def test_a_damaged_onnx_file_is_refused(tmp_path, rtx, content):
         (BuildRequest(max_seq_len=64, cache_capacity=32), "expected at most the cache capacity 32"),
         (BuildRequest(max_batch=0), "max_batch: got 0"),
         (
-            BuildRequest(min_shapes=("hidden_state:1x1x64",), opt_shapes=("hidden_states:1x1x64",), max_shapes=("hidden_states:1x1x64",)),
+            BuildRequest(
+                min_shapes=("hidden_state:1x1x64",),
+                opt_shapes=("hidden_states:1x1x64",),
+                max_shapes=("hidden_states:1x1x64",),
+            ),
             "hidden_state",
         ),
     ],
@@ -297,9 +324,7 @@ def test_inconsistent_shapes_are_refused_before_the_build(tiny_bundle, rtx, requ
 
 
 def test_a_profile_that_reads_beyond_the_cache_is_refused(tiny_bundle, rtx):
-    shapes = (
-        "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{},past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
-    )
+    shapes = "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{},past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
     texts = {f"{which}_shapes": (shapes.format(total),) for which, total in (("min", 1), ("opt", 16), ("max", 33))}
     with pytest.raises(InputError, match="reads up to 33 cached tokens, the cache capacity is 32"):
         prepare_bundle(tiny_bundle("block", "fp16"), rtx, BuildRequest(cache_capacity=32, **texts))
@@ -335,4 +360,10 @@ def test_exporting_again_takes_old_engines_away(tmp_path, rtx):
     build_bundle(bundle, rtx, SMALL)
     (bundle.folder / "notes.txt").write_text("mine")
     export_bundle(dataclasses.replace(request, weights=RandomWeights(TINY, 1)), tmp_path / "bundle", validated=False)
-    assert sorted(p.name for p in bundle.folder.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data", "notes.txt", "report.json"]
+    assert sorted(p.name for p in bundle.folder.iterdir()) == [
+        "manifest.json",
+        "model.onnx",
+        "model.onnx.data",
+        "notes.txt",
+        "report.json",
+    ]

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from engines.__main__ import main
-from engines.building.publishing import EngineRecord, check_engine, check_lineage, read_records
+from engines.building.publishing import EngineRecord, read_records
+from engines.commands.main import main
+from engines.library.usable_engines import check_engine, check_lineage
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.manifest import GRAPH_FILE
 from exporter.common.errors import InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.placing.placing import temporary_file
-from exporter.spec.contract import Unit
+from exporter.placing.temporaries import temporary_file
+from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
 
 ENGINE = "model.c64.tensorrt-rtx.engine"
@@ -68,7 +69,10 @@ def names(folder: Path) -> list[str]:
 
 def spelt(which: str, spelling: str) -> list[str]:
     if spelling == "trtexec":
-        return [f"--{which}-shapes", ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in SHAPES[which].items())]
+        return [
+            f"--{which}-shapes",
+            ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in SHAPES[which].items()),
+        ]
     return [f"--{which}-shapes", *(f"{name}:[{','.join(map(str, shape))}]" for name, shape in SHAPES[which].items())]
 
 
@@ -85,7 +89,11 @@ def refusal(capsys, *arguments: str | Path) -> str:
     return line
 
 
-@pytest.mark.parametrize("arguments", [[], ["BUNDLE", "--onnx", "x.onnx", "-o", "out"], ["--onnx", "x.onnx"], ["BUNDLE", "-o", "out"]], ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["BUNDLE", "--onnx", "x.onnx", "-o", "out"], ["--onnx", "x.onnx"], ["BUNDLE", "-o", "out"]],
+    ids=str,
+)
 def test_a_build_takes_either_a_bundle_or_an_onnx_file_with_an_output(capsys, arguments):
     assert "give either a BUNDLE, or --onnx FILE with -o FOLDER" in refusal(capsys, "build", *arguments)
 
@@ -109,7 +117,10 @@ def test_a_missing_onnx_file_is_refused_and_its_output_is_not_made(capsys, tmp_p
         ("--backend tensorrt", "pip install 'blockline[tensorrt]'"),
         ("--min-shapes x=1 --opt-shapes x:1 --max-shapes x:1", "got 'x=1', expected NAME:1x16"),
         ("--min-shapes x:1", "got 1 --min-shapes, 0 --opt-shapes and 0 --max-shapes"),
-        ("--min-shapes x:1 --opt-shapes x:1 --max-shapes x:1 --max-batch 2", "--max-batch or --max-seq-len beside explicit shapes"),
+        (
+            "--min-shapes x:1 --opt-shapes x:1 --max-shapes x:1 --max-batch 2",
+            "--max-batch or --max-seq-len beside explicit shapes",
+        ),
         ("--max-batch 0", "max_batch: got 0"),
         ("--max-seq-len 65", "max_seq_len: got 65, expected at most the cache capacity 64"),
         ("--max-seq-len 33 --cache-capacity 32", "max_seq_len: got 33, expected at most the cache capacity 32"),
@@ -117,7 +128,10 @@ def test_a_missing_onnx_file_is_refused_and_its_output_is_not_made(capsys, tmp_p
         ("--cache-capacity 0", "cache_capacity: got 0"),
         ("--workspace 0", "workspace: got 0 MiB"),
         ("--builder-optimization-level 9", "builder-optimization-level: got 9, expected 0 to 5"),
-        ("--profiling-verbosity loud", "profiling-verbosity: got 'loud', expected one of layer_names_only, none, detailed"),
+        (
+            "--profiling-verbosity loud",
+            "profiling-verbosity: got 'loud', expected one of layer_names_only, none, detailed",
+        ),
         ("--hardware-compatibility turing", "hardware-compatibility: got 'turing', expected one of none, ampere_plus"),
         ("--hardware-compatibility ampere_plus", "hardware-compatibility: tensorrt-rtx"),
         ("--timing-cache x.cache", "timing-cache: tensorrt-rtx"),
@@ -133,13 +147,19 @@ def test_a_build_that_cannot_be_is_refused_by_name_and_leaves_the_bundle_as_it_w
 
 
 def test_explicit_shapes_beyond_the_cache_are_refused(capsys, bundle):
-    shapes = [text.replace("attention_mask:3x64", "attention_mask:3x65") for which in SHAPES for text in spelt(which, "trtexec")]
+    shapes = [
+        text.replace("attention_mask:3x64", "attention_mask:3x65")
+        for which in SHAPES
+        for text in spelt(which, "trtexec")
+    ]
     assert "reads up to 65 cached tokens, the cache capacity is 64" in refusal(capsys, "build", bundle, *shapes)
 
 
 def test_a_capacity_for_a_graph_without_a_cache_is_refused(capsys, tiny_bundle):
     folder = tiny_bundle("component:rms_norm", "fp16").folder
-    assert "cache_capacity: got 64 for a component:rms_norm" in refusal(capsys, "build", folder, "--cache-capacity", "64")
+    assert "cache_capacity: got 64 for a component:rms_norm" in refusal(
+        capsys, "build", folder, "--cache-capacity", "64"
+    )
 
 
 def test_a_damaged_record_is_refused(capsys, bundle):
@@ -164,9 +184,18 @@ def only_record(folder: Path) -> EngineRecord:
 
 
 def test_a_build_leaves_the_engine_its_graph_and_one_record_and_nothing_else(built, tiny_bundle):
-    assert set(names(built)) - set(names(tiny_bundle("block", "fp16").folder)) == {ENGINE, "model.c64.onnx", ENGINES_FILE}
+    assert set(names(built)) - set(names(tiny_bundle("block", "fp16").folder)) == {
+        ENGINE,
+        "model.c64.onnx",
+        ENGINES_FILE,
+    }
     record = only_record(built)
-    assert (record.file, record.graph_file, record.cache_capacity, record.backend) == (ENGINE, "model.c64.onnx", 64, "tensorrt-rtx")
+    assert (record.file, record.graph_file, record.cache_capacity, record.backend) == (
+        ENGINE,
+        "model.c64.onnx",
+        64,
+        "tensorrt-rtx",
+    )
 
 
 def test_the_record_has_the_size_and_checksum_of_the_engine(built):
@@ -201,7 +230,9 @@ def test_explicit_shapes_build_and_are_recorded(bundle, spelling):
 
 def test_an_onnx_file_builds_into_a_folder_of_its_own(bundle, tmp_path):
     before = names(bundle)
-    assert main(["build", "--onnx", str(bundle / GRAPH_FILE), "-o", str(tmp_path / "out"), "--cache-capacity", "64"]) == 0
+    assert (
+        main(["build", "--onnx", str(bundle / GRAPH_FILE), "-o", str(tmp_path / "out"), "--cache-capacity", "64"]) == 0
+    )
     assert names(tmp_path / "out") == [ENGINES_FILE, "model.tensorrt-rtx.engine"]
     check_engine(tmp_path / "out", only_record(tmp_path / "out"), verify="full")
     assert names(bundle) == before
@@ -209,7 +240,9 @@ def test_an_onnx_file_builds_into_a_folder_of_its_own(bundle, tmp_path):
 
 @pytest.mark.parametrize("capacity", [0, -1])
 def test_a_capacity_below_one_is_refused_for_an_onnx_file_too(capsys, bundle, tmp_path, capacity):
-    message = refusal(capsys, "build", "--onnx", bundle / GRAPH_FILE, "-o", tmp_path / "out", "--cache-capacity", capacity)
+    message = refusal(
+        capsys, "build", "--onnx", bundle / GRAPH_FILE, "-o", tmp_path / "out", "--cache-capacity", capacity
+    )
     assert f"cache_capacity: got {capacity}" in message
 
 
@@ -233,7 +266,12 @@ def test_inspect_shows_the_network_as_it_was_meant(inspected):
     (attention,) = inspected["attention"]
     assert attention["name"]
     assert attention["mask"] is True
-    assert (attention["causal_kind"], attention["n_heads"], attention["n_kv_heads"], attention["head_dim"]) == ("NONE", 4, 2, 16)
+    assert (attention["causal_kind"], attention["n_heads"], attention["n_kv_heads"], attention["head_dim"]) == (
+        "NONE",
+        4,
+        2,
+        16,
+    )
 
 
 def test_inspect_shows_which_tensors_share_memory(inspected):
@@ -278,7 +316,11 @@ def large_bundle(tmp_path_factory) -> Path:
     """Many layers of the tiny model, which take seconds to build; not to be written to."""
     config = replace(TINY, n_layers=20)
     folder = tmp_path_factory.mktemp("large") / "bundle"
-    export_bundle(ExportRequest(config, Unit.parse("stack", config), RandomWeights(config, 0), "fp16", MAX_POSITIONS), folder, validated=False)
+    export_bundle(
+        ExportRequest(config, Unit.parse("stack", config), RandomWeights(config, 0), "fp16", MAX_POSITIONS),
+        folder,
+        validated=False,
+    )
     return folder
 
 
@@ -290,7 +332,9 @@ def hear_signals() -> None:
 def signalled_build(folder: Path, number: int) -> int:
     """Builds in a process of its own, sends it a signal while TensorRT is at work, and returns its exit status."""
     command = [sys.executable, "-m", "engines", "build", str(folder), "--backend", "tensorrt-rtx"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_signals)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=hear_signals
+    )
     try:
         deadline = time.monotonic() + 60
         while not list(folder.glob(".*.partial-*")):
@@ -353,7 +397,7 @@ def test_a_body_that_fails_leaves_no_file(tmp_path):
 
 
 def test_verify_finds_a_changed_byte_of_an_engine(tiny_bundle, tmp_path, capsys):
-    import exporter.__main__
+    import exporter.commands.main
     from engines.building.build import BuildRequest, build_bundle
     from engines.library.backend import choose_backend
     from exporter.bundle.bundle import Bundle
@@ -361,10 +405,10 @@ def test_verify_finds_a_changed_byte_of_an_engine(tiny_bundle, tmp_path, capsys)
     folder = tmp_path / "bundle"
     shutil.copytree(tiny_bundle("block", "fp16").folder, folder)
     record = build_bundle(Bundle.open(folder), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))
-    assert exporter.__main__.main(["verify", str(folder)]) == 0
+    assert exporter.commands.main.main(["verify", str(folder)]) == 0
     assert record.file in capsys.readouterr().err
     content = bytearray((folder / record.file).read_bytes())
     content[5000] ^= 1
     (folder / record.file).write_bytes(content)
-    assert exporter.__main__.main(["verify", str(folder)]) == 2
+    assert exporter.commands.main.main(["verify", str(folder)]) == 2
     assert f"{record.file}: it is not the file that was built (another SHA-256)" in capsys.readouterr().err

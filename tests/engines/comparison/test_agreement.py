@@ -49,7 +49,13 @@ def oracle(smollm2_checkpoint, smollm2_bundle):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"), [("fp32", OnnxruntimeStepper), ("fp16", OnnxruntimeStepper), ("fp32", InterpreterStepper), ("fp16", InterpreterStepper)]
+    ("dtype", "backend"),
+    [
+        ("fp32", OnnxruntimeStepper),
+        ("fp16", OnnxruntimeStepper),
+        ("fp32", InterpreterStepper),
+        ("fp16", InterpreterStepper),
+    ],
 )
 def test_the_real_model_agrees_with_transformers(oracle, smollm2_bundle, dtype, backend):
     encoded, tokens, logits = oracle

@@ -43,7 +43,8 @@ def references(tiny_bundle):
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "interpreter"])
 @pytest.mark.parametrize(
-    ("unit", "dtype"), [("block", "fp32"), ("block", "fp16"), ("stack", "fp32"), ("stack", "fp16"), ("model", "fp32"), ("model", "fp16")]
+    ("unit", "dtype"),
+    [("block", "fp32"), ("block", "fp16"), ("stack", "fp32"), ("stack", "fp16"), ("model", "fp32"), ("model", "fp16")],
 )
 def test_a_sound_graph_passes(tiny_bundle, references, unit, dtype, backend):
     layers = "2" if unit == "stack" else None
@@ -72,7 +73,9 @@ FAULTS = [
 @pytest.mark.parametrize("backend", ["onnxruntime", "interpreter"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize(("fault", "operation", "step"), FAULTS, ids=[fault.__name__ for fault, _, _ in FAULTS])
-def test_a_fault_in_the_graph_is_found_where_it_is_and_when_it_begins(tiny_bundle, references, tmp_path, fault, operation, step, dtype, backend):
+def test_a_fault_in_the_graph_is_found_where_it_is_and_when_it_begins(
+    tiny_bundle, references, tmp_path, fault, operation, step, dtype, backend
+):
     broken = doctored(tiny_bundle("stack", dtype, "2"), tmp_path / "broken", lambda model: fault(model, LAYER))
     result = audited(broken, references("stack", dtype, "2"), backend)
     first = result.first_failure
@@ -87,7 +90,9 @@ def test_a_fault_in_the_graph_is_found_where_it_is_and_when_it_begins(tiny_bundl
 def test_eps_outside_of_the_root_is_found(tiny_bundle, references, tmp_path, dtype, layer, backend):
     fault = planted_faults.spelled_out_norm(eps_inside=False, weight_before_cast=False)
     broken = doctored(tiny_bundle("stack", dtype, "2"), tmp_path / "broken", lambda model: fault(model, layer))
-    assert audited(broken, references("stack", dtype, "2"), backend).first_failure.name == f"blocks.{layer}.attention_norm"
+    assert (
+        audited(broken, references("stack", dtype, "2"), backend).first_failure.name == f"blocks.{layer}.attention_norm"
+    )
 
 
 def test_the_norms_weight_before_the_cast_is_found_by_its_bits(tiny_bundle, references, tmp_path):
@@ -97,7 +102,9 @@ def test_the_norms_weight_before_the_cast_is_found_by_its_bits(tiny_bundle, refe
     broken = doctored(bundle, tmp_path / "broken", lambda m: planted_faults.spelled_out_norm(True, True)(m, LAYER))
     first = audited(broken, reference, "interpreter").first_failure
     assert first.name == f"blocks.{LAYER}.attention_norm"
-    assert first.local <= first.budget.error and first.differing > 0.1  # more precise, and still not what the definition says
+    assert (
+        first.local <= first.budget.error and first.differing > 0.1
+    )  # more precise, and still not what the definition says
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "interpreter"])
@@ -125,7 +132,12 @@ def test_an_overflow_is_named_with_its_size_and_what_to_do(tiny_bundle, tmp_path
     scale_weight(broken, f"blocks.{LAYER}.mlp.down_proj.weight", 1e5)
     result = audited(broken, reference_of(broken), backend)
     first = result.first_failure
-    assert first.name == f"blocks.{LAYER}.mlp.down_proj" and first.overflow and first.largest > 65504 and first.headroom < 1
+    assert (
+        first.name == f"blocks.{LAYER}.mlp.down_proj"
+        and first.overflow
+        and first.largest > 65504
+        and first.headroom < 1
+    )
     line = result.explain()[0]
     assert first.name in line and "overflow" in line and "65,504" in line and "--dtype bf16" in line
     assert math.isinf(max(o.carried for o in result.operations if o.name == first.name))
@@ -153,7 +165,9 @@ def test_an_underflow_is_named(tiny_bundle, tmp_path, backend):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_shares_add_up_to_the_whole_error(tiny_bundle, references, dtype, backend):
     result = audited(tiny_bundle("stack", dtype, "2"), references("stack", dtype, "2"), backend)
-    assert sum(o.share for o in result.operations if o.step == 0 and not math.isnan(o.share)) == pytest.approx(1, abs=0.02)
+    assert sum(o.share for o in result.operations if o.step == 0 and not math.isnan(o.share)) == pytest.approx(
+        1, abs=0.02
+    )
     last = [o.share for o in result.operations if o.step == 2 and not math.isnan(o.share)]
     assert sum(last) + result.share_of_earlier_steps == pytest.approx(1, abs=0.02)
 

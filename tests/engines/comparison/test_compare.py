@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engines.__main__ import main
+from engines.commands.main import main
 from engines.comparison import compare as comparison
 from engines.comparison.audit import BackendAudit
 from engines.comparison.compare import CompareRequest, StepDifference, compare_bundle
@@ -19,7 +19,7 @@ from engines.comparison.html_page import to_html
 from engines.comparison.report import to_dict
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.common.errors import BackendError, InputError
-from exporter.spec.contract import COMPONENTS
+from exporter.spec.unit import COMPONENTS
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.scenarios import RunLimits, cache_scenarios
 from tests.support.cuda_double import double_session
@@ -56,16 +56,28 @@ def test_the_fault_that_tensorrts_parser_makes_silently_shows_without_a_gpu(tiny
     broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken", causal_with_key_lengths)
     result = compare_bundle(broken, CompareRequest(PAIR))
     assert not result.passed
-    decode = {t.comparison.scenario: t for t in result.results[0].tensors if t.comparison.tensor == "hidden_states_out"}["decode"]
-    assert [step.max_abs > 0.05 for step in decode.steps] == [False, True, True, True]  # the prefill is right, no step after it is
+    decode = {
+        t.comparison.scenario: t for t in result.results[0].tensors if t.comparison.tensor == "hidden_states_out"
+    }["decode"]
+    assert [step.max_abs > 0.05 for step in decode.steps] == [
+        False,
+        True,
+        True,
+        True,
+    ]  # the prefill is right, no step after it is
     first = result.results[0].audit.first_failure
     assert first.name == "blocks.0.attention.heads" and first.step == 1
-    monkeypatch.setattr("exporter.bundle.bundle.check_graph_form", lambda *_: None)  # which knows none of the operators that count the lengths
+    monkeypatch.setattr(
+        "exporter.bundle.bundle.check_graph_form", lambda *_: None
+    )  # which knows none of the operators that count the lengths
     assert main(["compare", str(broken.folder), "--backends", "onnxruntime,interpreter"]) == 1
     assert "blocks.0.attention.heads" in capsys.readouterr().err
     sound = compare_bundle(broken, CompareRequest(("eager", "onnxruntime")))
     failed = {t.comparison.scenario for t in sound.results[0].tensors if not t.comparison.passed}
-    assert failed <= {"left-padded mask", "ragged batch"}  # lengths say nothing of leading pads, and count trailing ones as queries
+    assert failed <= {
+        "left-padded mask",
+        "ragged batch",
+    }  # lengths say nothing of leading pads, and count trailing ones as queries
 
 
 class Damaged(OnnxruntimeStepper):
@@ -82,14 +94,14 @@ def scaled(outputs):
 
 
 def one_nan(outputs):
-    (name, x), = outputs.items()
+    ((name, x),) = outputs.items()
     x = x.copy()
     x.flat[-1] = np.nan
     return {name: x}
 
 
 def one_wrong_row(outputs):
-    (name, x), = outputs.items()
+    ((name, x),) = outputs.items()
     x = x.copy()
     x[-1, -1] += np.asarray(0.1, x.dtype)
     return {name: x}
@@ -108,7 +120,9 @@ def test_a_damaged_output_fails_the_comparison(tiny_bundle, monkeypatch, capsys,
     result = compare_bundle(bundle, CompareRequest(("eager", "onnxruntime")))
     assert not result.passed
     assert {t.comparison.tensor for t in result.results[0].tensors if not t.comparison.passed} == {"hidden_states_out"}
-    assert main(["compare", str(bundle.folder), "--backends", "eager,onnxruntime", "--no-audit", "--format", "json"]) == 1
+    assert (
+        main(["compare", str(bundle.folder), "--backends", "eager,onnxruntime", "--no-audit", "--format", "json"]) == 1
+    )
     document = json.loads(capsys.readouterr().out)
     failed = [t for r in document["results"] for t in r["tensors"] if not t["passed"]]
     assert failed and not document["passed"]
@@ -141,7 +155,12 @@ def test_a_weight_written_wrongly_fails_against_the_seed_it_came_from(tiny_bundl
 
 def test_requests_that_make_no_sense_are_refused(tiny_bundle):
     bundle = tiny_bundle("block", "fp16")
-    for backends, word in (((), "at least two"), (("eager",), "at least two"), (("eager", "eager"), "at least two"), (("eager", "cuda"), "'cuda'")):
+    for backends, word in (
+        ((), "at least two"),
+        (("eager",), "at least two"),
+        (("eager", "eager"), "at least two"),
+        (("eager", "cuda"), "'cuda'"),
+    ):
         with pytest.raises(InputError, match=word):
             compare_bundle(bundle, CompareRequest(backends))
     with pytest.raises(BackendError, match=r"no GPU|no engine"):
@@ -180,7 +199,14 @@ def test_another_capacity_gives_the_same_verdict(tiny_bundle):
     result = compare_bundle(tiny_bundle("block", "fp16"), CompareRequest(cache_capacity=64))
     assert result.passed
     near = next(t for t in result.results[1].tensors if t.comparison.scenario == "near capacity")
-    assert sum(step.shape[1] for step in near.steps if len(step.shape) == 3 and near.comparison.tensor == "hidden_states_out") == 64
+    assert (
+        sum(
+            step.shape[1]
+            for step in near.steps
+            if len(step.shape) == 3 and near.comparison.tensor == "hidden_states_out"
+        )
+        == 64
+    )
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +221,9 @@ def test_the_documents_hold_every_operation_and_no_number_that_json_lacks(audite
         assert result["audit"]["passed"] and result["audit"]["first_failure"] is None
         names = {operation["name"] for operation in result["audit"]["operations"]}
         assert {"blocks.1.attention.scores", "blocks.0.mlp.product", "hidden_states_out"} <= names
-        assert {"max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "worst_index", "shape"} == set(result["tensors"][0]["steps"][0])
+        assert {"max_abs", "mean_abs", "max_rel", "mean_rel", "cosine", "worst_index", "shape"} == set(
+            result["tensors"][0]["steps"][0]
+        )
 
 
 def test_the_page_stands_alone_and_says_what_the_document_says(audited, tiny_bundle, tmp_path):
@@ -210,7 +238,14 @@ def test_the_page_stands_alone_and_says_what_the_document_says(audited, tiny_bun
 def test_the_command_writes_its_page_and_its_polygraphy_files(tiny_bundle, tmp_path, capsys):
     bundle = tiny_bundle("block", "fp16")
     files = {name: tmp_path / name for name in ("page.html", "inputs.json", "outputs.json", "loader.py")}
-    arguments = ["--html", files["page.html"], "--save-inputs", files["inputs.json"], "--save-outputs", files["outputs.json"]]
+    arguments = [
+        "--html",
+        files["page.html"],
+        "--save-inputs",
+        files["inputs.json"],
+        "--save-outputs",
+        files["outputs.json"],
+    ]
     arguments += ["--save-data-loader", files["loader.py"], "--backends", "eager,interpreter"]
     assert main(["compare", str(bundle.folder), *map(str, arguments)]) == 0
     assert all(path.stat().st_size > 200 for path in files.values())
@@ -232,7 +267,10 @@ def test_polygraphys_own_comparator_drives_our_runners(tiny_bundle):
     from engines.comparison.polygraphy_files import StepperRunner, steps
 
     bundle = tiny_bundle("block", "fp16")
-    runners = [StepperRunner(lambda: OnnxruntimeStepper.from_bundle(bundle)), StepperRunner(lambda: InterpreterStepper.from_bundle(bundle))]
+    runners = [
+        StepperRunner(lambda: OnnxruntimeStepper.from_bundle(bundle)),
+        StepperRunner(lambda: InterpreterStepper.from_bundle(bundle)),
+    ]
     feeds = [inputs for inputs, _ in steps(bundle, 0, RunLimits())]
     results = Comparator.run(runners, data_loader=feeds)
     assert len(results[0][1]) == len(feeds) > 15

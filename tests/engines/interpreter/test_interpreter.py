@@ -12,12 +12,13 @@ from engines.interpreter.program import read_program
 from engines.interpreter.reading import Unsupported
 from engines.interpreter.stepper import InterpreterStepper
 from engines.library.backend import choose_backend
+from engines.library.tensorrt_logger import create_logger
 from engines.network.network_checks import KNOWN_LAYERS
-from engines.network.parsed import ParsedNetwork, Tensor, create_logger
+from engines.network.parsed import ParsedNetwork, Tensor
 from exporter.common.errors import CheckFailed
 from exporter.graph.weight_reader import bundle_weights
-from exporter.model.block import unseen
-from exporter.spec.contract import numpy_dtype
+from exporter.model.observe import unseen
+from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.feeds import step_feeds
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -126,7 +127,9 @@ def test_a_query_that_sees_nothing_is_not_made_to_look_right():
     network = Network()
     out = attention_network(network, 4, masked=True)
     shapes = {"q": (2, H, 1, D), "k": (2, K, 4, D), "v": (2, K, 4, D)}
-    got = network.run(out, mask=np.zeros((2, 1, 1, 4), bool), **{name: np.ones(shape, np.float16) for name, shape in shapes.items()})
+    got = network.run(
+        out, mask=np.zeros((2, 1, 1, 4), bool), **{name: np.ones(shape, np.float16) for name, shape in shapes.items()}
+    )
     assert np.isnan(got).all()
 
 
@@ -198,7 +201,8 @@ def unknown_slice_mode(network, x):
 
 
 @pytest.mark.parametrize(
-    ("build", "word"), [(unknown_kind, "TOPK"), (unknown_operation, "ASINH"), (unknown_activation, "SELU"), (unknown_slice_mode, "WRAP")]
+    ("build", "word"),
+    [(unknown_kind, "TOPK"), (unknown_operation, "ASINH"), (unknown_activation, "SELU"), (unknown_slice_mode, "WRAP")],
 )
 def test_what_it_does_not_know_is_refused_by_name(build, word):
     network = Network()
@@ -232,7 +236,14 @@ def test_the_cache_is_updated_in_place_and_only_where_the_step_writes(tiny_bundl
     assert [array.ctypes.data for array in cache.arrays] == addresses
     for array in cache.arrays:
         written = (array.astype(np.float32) != 7).any(axis=(1, 3))
-        assert written.nonzero()[0].tolist() == [1] * 3 + [2] * 3 and written.nonzero()[1].tolist() == [2, 3, 4, 5, 6, 7]
+        assert written.nonzero()[0].tolist() == [1] * 3 + [2] * 3 and written.nonzero()[1].tolist() == [
+            2,
+            3,
+            4,
+            5,
+            6,
+            7,
+        ]
 
 
 def test_another_capacity_parses_again_and_gives_the_same(tiny_bundle):

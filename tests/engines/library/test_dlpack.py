@@ -186,5 +186,8 @@ def test_inf_on_the_device_is_found_and_leaves_the_session_as_it_was(engine):  #
 
 
 def test_a_host_backend_refuses_device_tensors_by_name(tiny_bundle):
-    with DecodeSession.open(tiny_bundle("block").folder) as session, pytest.raises(InputError, match="onnxruntime backend, expected numpy"):
+    with (
+        DecodeSession.open(tiny_bundle("block").folder) as session,
+        pytest.raises(InputError, match="onnxruntime backend, expected numpy"),
+    ):
         session.prefill(DeviceTensor(0, (1, 1, 64), np.dtype(np.float32), None))

@@ -12,8 +12,14 @@ import pytest
 from engines.building.build import BuildRequest, _load_timing_cache, build_bundle
 from engines.library.backend import Backend, choose_backend
 from engines.library.gpu import Gpu
-from engines.network.build_options import HARDWARE_COMPATIBILITY, PROFILING_VERBOSITY, BuildOptions, apply_options, check_options
-from engines.network.parsed import create_logger
+from engines.library.tensorrt_logger import create_logger
+from engines.network.build_options import (
+    HARDWARE_COMPATIBILITY,
+    PROFILING_VERBOSITY,
+    BuildOptions,
+    apply_options,
+    check_options,
+)
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, InputError
 
@@ -36,8 +42,16 @@ FLAGS = {"VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT", "TF32"}
         ("workspace_mib", -1, "workspace: got -1 MiB"),
         ("builder_optimization_level", -1, "builder-optimization-level: got -1, expected 0 to 5"),
         ("builder_optimization_level", 6, "builder-optimization-level: got 6, expected 0 to 5"),
-        ("hardware_compatibility", "ampere", "hardware-compatibility: got 'ampere', expected one of none, ampere_plus, same_compute_capability"),
-        ("profiling_verbosity", "all", "profiling-verbosity: got 'all', expected one of layer_names_only, none, detailed"),
+        (
+            "hardware_compatibility",
+            "ampere",
+            "hardware-compatibility: got 'ampere', expected one of none, ampere_plus, same_compute_capability",
+        ),
+        (
+            "profiling_verbosity",
+            "all",
+            "profiling-verbosity: got 'all', expected one of layer_names_only, none, detailed",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name_with_what_is_allowed(option, value, message):
@@ -55,7 +69,9 @@ def test_the_record_has_every_option_and_of_the_timing_cache_only_whether_there_
 
 
 @pytest.mark.parametrize("gpus", [(), (GPU,)], ids=["no GPU", "GPU"])
-@pytest.mark.parametrize("option", [{"timing_cache": Path("x")}, {"version_compatible": True}], ids=["timing-cache", "version-compatible"])
+@pytest.mark.parametrize(
+    "option", [{"timing_cache": Path("x")}, {"version_compatible": True}], ids=["timing-cache", "version-compatible"]
+)
 def test_tensorrt_rtx_refuses_what_it_never_honours_by_name(option, gpus):
     with pytest.raises(BackendError, match=f"{next(iter(option)).replace('_', '-')}: tensorrt-rtx 1.7.1"):
         check_options(BuildOptions(**option), RTX, gpus)
@@ -79,7 +95,9 @@ def test_tensorrt_rtx_refuses_hardware_compatibility_which_its_config_ignores(le
 
 
 def test_tensorrt_rtx_takes_everything_else_without_a_gpu():
-    check_options(BuildOptions(workspace_mib=1, builder_optimization_level=5, profiling_verbosity="none", tf32=True), RTX, [])
+    check_options(
+        BuildOptions(workspace_mib=1, builder_optimization_level=5, profiling_verbosity="none", tf32=True), RTX, []
+    )
 
 
 def test_tensorrt_refuses_to_build_without_a_gpu_and_names_the_other_backend():
@@ -120,7 +138,9 @@ class Config:
 
 
 def applied(options: BuildOptions) -> Config:
-    trt = SimpleNamespace(BuilderFlag=Names(), MemoryPoolType=Names(), HardwareCompatibilityLevel=Names(), ProfilingVerbosity=Names())
+    trt = SimpleNamespace(
+        BuilderFlag=Names(), MemoryPoolType=Names(), HardwareCompatibilityLevel=Names(), ProfilingVerbosity=Names()
+    )
     config = Config()
     apply_options(options, trt, config)
     return config
@@ -167,7 +187,9 @@ def real():
     return SimpleNamespace(trt=backend.trt, config=builder.create_builder_config(), builder=builder, logger=logger)
 
 
-@pytest.mark.parametrize(("options", "flags"), [(EVERYTHING, FLAGS), (BuildOptions(), set()), (BuildOptions(refit=True), {"REFIT"})])
+@pytest.mark.parametrize(
+    ("options", "flags"), [(EVERYTHING, FLAGS), (BuildOptions(), set()), (BuildOptions(refit=True), {"REFIT"})]
+)
 def test_a_real_config_reads_back_the_flags(real, options, flags):
     apply_options(options, real.trt, real.config)
     assert {name for name in FLAGS if real.config.get_flag(getattr(real.trt.BuilderFlag, name))} == flags
@@ -226,7 +248,9 @@ def test_a_timing_cache_that_does_not_fit_is_replaced_with_a_warning(tmp_path, c
     assert line.startswith(f"warning: timing cache {tmp_path / 'timing'}")
 
 
-@pytest.mark.filterwarnings("ignore:Use Deprecated:DeprecationWarning")  # tensorrt-rtx stands in for tensorrt, whose cache does something
+@pytest.mark.filterwarnings(
+    "ignore:Use Deprecated:DeprecationWarning"
+)  # tensorrt-rtx stands in for tensorrt, whose cache does something
 @pytest.mark.parametrize("content", [None, b"damaged"], ids=["missing", "damaged"])
 def test_a_build_saves_its_timing_cache(tiny_bundle, tmp_path, monkeypatch, content):
     path = tmp_path / "timing"

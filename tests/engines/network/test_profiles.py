@@ -6,7 +6,8 @@ import pytest
 
 from engines.network.profiles import Profile, Range, check_capacity, default_profiles, explicit_profiles, parse_shapes
 from exporter.common.errors import InputError
-from exporter.spec.contract import Unit, graph_contract
+from exporter.spec.tensors import graph_contract
+from exporter.spec.unit import Unit
 from tests.conftest import TINY
 
 CAPACITY = 64
@@ -50,7 +51,9 @@ def test_batch_and_total_length_are_dynamic_up_to_the_capacity(name):
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_every_axis_of_the_cache_but_the_batch_is_static(name):
-    assert default()[name].ranges["past_key_values.0.key"] == Range((1, 2, CAPACITY, 16), (4, 2, CAPACITY, 16), (4, 2, CAPACITY, 16))
+    assert default()[name].ranges["past_key_values.0.key"] == Range(
+        (1, 2, CAPACITY, 16), (4, 2, CAPACITY, 16), (4, 2, CAPACITY, 16)
+    )
 
 
 def test_every_range_is_in_order_also_for_a_capacity_of_one():
@@ -95,7 +98,10 @@ def test_more_new_tokens_than_the_cache_holds_are_refused_with_both_numbers():
 
 
 def test_a_profile_is_recorded_as_plain_lists():
-    assert Profile("p", {"x": Range((1,), (2,), (3,))}).to_dict() == {"name": "p", "ranges": {"x": {"min": [1], "opt": [2], "max": [3]}}}
+    assert Profile("p", {"x": Range((1,), (2,), (3,))}).to_dict() == {
+        "name": "p",
+        "ranges": {"x": {"min": [1], "opt": [2], "max": [3]}},
+    }
 
 
 # --- the spellings of shapes -------------------------------------------------------------------------------------------

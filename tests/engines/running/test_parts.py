@@ -10,24 +10,27 @@ import onnx
 import onnxruntime
 import pytest
 
-from engines.__main__ import main as engines_main
 from engines.building.build import BuildRequest, build_bundle, build_parts
-from engines.building.publishing import check_lineage, read_records
+from engines.building.publishing import read_records
+from engines.commands.main import main as engines_main
 from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.library.backend import choose_backend
+from engines.library.usable_engines import check_lineage
 from engines.running.tensorrt_parts import TensorRTParts
 from engines.running.tensorrt_stepper import TensorRTStepper
-from exporter.__main__ import main as exporter_main
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import MANIFEST_FILE
+from exporter.commands.main import main as exporter_main
 from exporter.common.errors import BundleError, InputError
 from exporter.costs.stored_size import parts_within
-from exporter.export import ExportRequest, export_bundle, validate_bundle
+from exporter.export import ExportRequest, export_bundle
 from exporter.graph.weight_reader import GraphWeights, bundle_weights
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit, graph_contract, part_bounds
+from exporter.spec.tensors import graph_contract
+from exporter.spec.unit import Unit, part_bounds
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import PartsStepper
+from exporter.validation.bundle_validation import validate_bundle
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
@@ -55,7 +58,12 @@ def parted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("n_layers", "n_parts", "bounds"),
-    [(3, 1, [(0, 3)]), (3, 2, [(0, 2), (2, 3)]), (32, 4, [(0, 8), (8, 16), (16, 24), (24, 32)]), (5, 3, [(0, 2), (2, 4), (4, 5)])],
+    [
+        (3, 1, [(0, 3)]),
+        (3, 2, [(0, 2), (2, 3)]),
+        (32, 4, [(0, 8), (8, 16), (16, 24), (24, 32)]),
+        (5, 3, [(0, 2), (2, 4), (4, 5)]),
+    ],
 )
 def test_parts_are_consecutive_and_nearly_equal(n_layers, n_parts, bounds):
     assert part_bounds(n_layers, n_parts) == tuple(bounds)
@@ -77,7 +85,11 @@ def test_a_part_has_hidden_states_at_its_seams_and_the_units_cache_numbers(parte
 @pytest.mark.parametrize(("unit", "n_parts"), [("model", 2), ("model", 3), ("stack", 3)])
 def test_a_session_over_parts_gives_what_the_whole_gives(tiny_bundle, parted, unit, n_parts):
     rng = np.random.default_rng(0)
-    draw = (lambda b, t: rng.integers(0, 101, (b, t))) if unit == "model" else lambda b, t: rng.standard_normal((b, t, 64)).astype(np.float32)
+    draw = (
+        (lambda b, t: rng.integers(0, 101, (b, t)))
+        if unit == "model"
+        else lambda b, t: rng.standard_normal((b, t, 64)).astype(np.float32)
+    )
     steps = [draw(2, 5), draw(2, 1), draw(2, 1)]
     outputs, caches = [], []
     for bundle in (tiny_bundle(unit, "fp32"), parted(unit, "fp32", n_parts)):
@@ -139,7 +151,10 @@ def double_parts(bundle: Bundle, cuda: CudaDouble, capacity: int, tmp_path) -> T
 def test_tensorrt_parts_share_a_stream_and_the_buffer_at_each_seam(tiny_bundle, parted, tmp_path):
     cuda = CudaDouble()
     stepper = double_parts(parted(n_parts=3), cuda, 64, tmp_path)
-    seams = [(a._buffers["hidden_states_out"], b._buffers["hidden_states"]) for a, b in zip(stepper.steppers, stepper.steppers[1:], strict=False)]
+    seams = [
+        (a._buffers["hidden_states_out"], b._buffers["hidden_states"])
+        for a, b in zip(stepper.steppers, stepper.steppers[1:], strict=False)
+    ]
     assert len(seams) == 2 and all(left == right for left, right in seams)
     session = DecodeSession(parted(n_parts=3), stepper, 4, 64)
     prompts = np.array([[1, 2, 3], [4, 5, 6]])
@@ -169,7 +184,9 @@ def test_every_part_is_compiled_and_recorded_beside_its_graph(parted, tmp_path, 
     assert "part1/model.c32.tensorrt-rtx.engine" in capsys.readouterr().err
     assert engines_main(["inspect", str(folder), "--cache-capacity", "32", "--format", "json"]) == 0
     inspected = json.loads(capsys.readouterr().out)["parts"]
-    assert [part["kv_cache_updates"] for part in inspected] == [4, 2] and all(len(part["engines"]) == 1 for part in inspected)
+    assert [part["kv_cache_updates"] for part in inspected] == [4, 2] and all(
+        len(part["engines"]) == 1 for part in inspected
+    )
 
 
 def test_exporting_again_takes_engines_away_and_leaves_other_peoples_files(tmp_path):
@@ -181,9 +198,19 @@ def test_exporting_again_takes_engines_away_and_leaves_other_peoples_files(tmp_p
     export_parts(folder, n_parts=2)
     left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     assert left == sorted(
-        ["manifest.json", "report.json", "notes.txt", "part2/notes.txt", *(f"part{i}/model.onnx{end}" for i in (0, 1) for end in ("", ".data"))]
+        [
+            "manifest.json",
+            "report.json",
+            "notes.txt",
+            "part2/notes.txt",
+            *(f"part{i}/model.onnx{end}" for i in (0, 1) for end in ("", ".data")),
+        ]
     )
-    export_bundle(ExportRequest(TINY, Unit.parse("model", TINY), RandomWeights(TINY, 0), "fp16", MAX_POSITIONS), folder, validated=False)
+    export_bundle(
+        ExportRequest(TINY, Unit.parse("model", TINY), RandomWeights(TINY, 0), "fp16", MAX_POSITIONS),
+        folder,
+        validated=False,
+    )
     assert (folder / "part2" / "notes.txt").read_text() == "mine" and not (folder / "part0").exists()
 
 
@@ -265,7 +292,9 @@ def test_stacks_chained_by_the_caller_equal_the_whole(tiny_bundle):
     assert second.manifest.unit.first_layer == 2
     sessions = [DecodeSession.open(bundle.folder, max_batch=2, cache_capacity=16) for bundle in (whole, first, second)]
     for step in (x[:, :4], x[:, 4:5], x[:, 5:]):
-        expected, middle = (session.decode(step) if session.lengths.any() else session.prefill(step) for session in sessions[:2])
+        expected, middle = (
+            session.decode(step) if session.lengths.any() else session.prefill(step) for session in sessions[:2]
+        )
         got = sessions[2].decode(middle) if sessions[2].lengths.any() else sessions[2].prefill(middle)
         np.testing.assert_allclose(got, expected, atol=1e-5)
     for session in sessions:
@@ -277,7 +306,9 @@ def test_a_failing_part_leaves_the_session_as_it_was(parted, monkeypatch):
         session.prefill(np.array([[1, 2, 3]]))
         before = session._cache.read(0, 8)
         stepper: PartsStepper = session._stepper
-        monkeypatch.setattr(stepper.steppers[1], "run", lambda *arguments: (_ for _ in ()).throw(RuntimeError("planted")))
+        monkeypatch.setattr(
+            stepper.steppers[1], "run", lambda *arguments: (_ for _ in ()).throw(RuntimeError("planted"))
+        )
         with pytest.raises(RuntimeError, match="planted"):
             session.decode(np.array([4]))
         assert session.lengths.tolist() == [3]

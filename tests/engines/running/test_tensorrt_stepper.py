@@ -8,12 +8,13 @@ import shutil
 import numpy as np
 import pytest
 
-from engines.running.tensorrt_stepper import GRAPH_BUCKET, TensorRTStepper, find_engine
+from engines.running.choose_engine import find_engine
+from engines.running.tensorrt_stepper import GRAPH_BUCKET, TensorRTStepper
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.feeds import step_feeds
 from exporter.steppers.eager_stepper import EagerStepper
-from exporter.validation.comparison import record as record_scenarios
+from exporter.validation.recording import record as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
@@ -47,11 +48,16 @@ def tokens(batch, width, seed=0):
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-@pytest.mark.parametrize(("unit", "dtype"), [("block", "fp32"), ("stack", "fp16"), ("model", "fp32"), ("model", "bf16")])
+@pytest.mark.parametrize(
+    ("unit", "dtype"), [("block", "fp32"), ("stack", "fp16"), ("model", "fp32"), ("model", "bf16")]
+)
 def test_every_scenario_equals_eager_bit_for_bit(engine, unit, dtype, cuda_graphs):
     bundle, stepper, _ = engine(unit, dtype, cuda_graphs, max_seq_len=CAPACITY)
     manifest = bundle.manifest
-    recordings = [record_scenarios(TINY, manifest.unit, MAX_POSITIONS, s, manifest.contract) for s in (stepper, EagerStepper.from_bundle(bundle))]
+    recordings = [
+        record_scenarios(TINY, manifest.unit, MAX_POSITIONS, s, manifest.contract)
+        for s in (stepper, EagerStepper.from_bundle(bundle))
+    ]
     for key, expected in recordings[1].items():
         for a, b in zip(recordings[0][key], expected, strict=True):
             if cuda_graphs and a.dtype == np.float32:  # masked padding up to the bucket changes the order of sums
@@ -99,7 +105,9 @@ def test_the_oldest_graph_goes_when_there_are_too_many(engine, monkeypatch):
     _, stepper, cuda = engine()
     cache = stepper.new_cache(4, CAPACITY)
     for batch in (1, 2, 3, 1):
-        stepper.run(step_feeds("input_ids", tokens(batch, 1), np.zeros(batch, np.int64), np.ones(batch, np.int64)), cache, 0)
+        stepper.run(
+            step_feeds("input_ids", tokens(batch, 1), np.zeros(batch, np.int64), np.ones(batch, np.int64)), cache, 0
+        )
     assert stepper.graph_count == cuda.live_graphs == 2 and cuda.launches == 0
 
 
@@ -121,11 +129,18 @@ def test_another_capacity_than_the_engines_is_refused(engine):
 
 def test_slots_work_over_one_allocation_at_offsets(engine):
     made = engine()
-    with session_of(made) as session, DecodeSession.open(made[0].folder, "eager", max_batch=4, cache_capacity=CAPACITY) as eager:
+    with (
+        session_of(made) as session,
+        DecodeSession.open(made[0].folder, "eager", max_batch=4, cache_capacity=CAPACITY) as eager,
+    ):
         buffers = made[2].allocations
         for one in (session, eager):
             one.slots = [one.acquire() for _ in range(3)]
-        for step in ({0: tokens(1, 7)[0]}, {1: tokens(1, 3, 1)[0], 0: tokens(1, 1)[0], 2: tokens(1, 1)[0]}, {2: tokens(1, 1)[0], 1: tokens(1, 1)[0]}):
+        for step in (
+            {0: tokens(1, 7)[0]},
+            {1: tokens(1, 3, 1)[0], 0: tokens(1, 1)[0], 2: tokens(1, 1)[0]},
+            {2: tokens(1, 1)[0], 1: tokens(1, 1)[0]},
+        ):
             got, expected = session.step(step), eager.step(step)
             for slot in step:
                 np.testing.assert_allclose(got[slot], expected[slot], atol=1e-5)
@@ -182,7 +197,9 @@ def test_a_failing_enqueue_leaves_the_session_as_it_was(engine, monkeypatch):
 def test_an_engine_with_other_tensors_than_the_bundles_is_refused(engine, tiny_bundle):
     bundle, _, cuda = engine()
     record = engine_record(bundle, CAPACITY)
-    other = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, contract=tiny_bundle("block").manifest.contract))
+    other = dataclasses.replace(
+        bundle, manifest=dataclasses.replace(bundle.manifest, contract=tiny_bundle("block").manifest.contract)
+    )
     with pytest.raises(BundleError, match="engine"):
         TensorRTStepper(other, record, tensorrt_double(bundle, record, cuda), cuda)
 

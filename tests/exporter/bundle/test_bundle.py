@@ -14,14 +14,15 @@ import pytest
 
 import exporter.bundle.bundle
 from benchmarks.campaigns.children import run_in_child
-from exporter.__main__ import main
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest
+from exporter.commands.main import main
 from exporter.common.errors import BundleError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.placing.placing import new_folder, write_report
-from exporter.spec.contract import Unit
+from exporter.placing.files import write_report
+from exporter.placing.folders import new_folder
+from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
@@ -206,7 +207,9 @@ def reexported(tiny_bundle, tmp_path_factory):
     (folder / "results" / "deep").mkdir(parents=True)
     (folder / "results" / "deep" / "table.csv").write_text("a,b")
     (folder / "link").symlink_to("notes.txt")
-    (folder / "engines.json").write_text(json.dumps({"engines": [{"file": "old.engine", "graph_file": "model.c64.onnx"}]}))
+    (folder / "engines.json").write_text(
+        json.dumps({"engines": [{"file": "old.engine", "graph_file": "model.c64.onnx"}]})
+    )
     (folder / "old.engine").write_text("stale")
     (folder / "model.c64.onnx").write_text("stale")
     request = ExportRequest(TINY, Unit.parse("block", TINY), RandomWeights(TINY, 0), "fp32", MAX_POSITIONS)
@@ -247,7 +250,9 @@ def test_the_tokenizer_of_a_folder_that_is_no_bundle_survives(tmp_path, componen
 
 def test_a_path_with_spaces_and_other_letters_works(tmp_path):
     target = tmp_path / "mein Ordner" / "Bündel 模型 [1]*"
-    request = ExportRequest(TINY, Unit.parse("component:swiglu_mlp", TINY), RandomWeights(TINY, 0), "fp32", MAX_POSITIONS)
+    request = ExportRequest(
+        TINY, Unit.parse("component:swiglu_mlp", TINY), RandomWeights(TINY, 0), "fp32", MAX_POSITIONS
+    )
     export_bundle(request, target)  # validated: onnxruntime opens it there too
     Bundle.open(target, verify="full")
     assert main(["verify", str(target)]) == 0

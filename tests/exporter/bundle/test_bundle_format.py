@@ -20,28 +20,18 @@ from exporter.bundle.bundle import ENGINES_FILE, Bundle
 from exporter.bundle.engine_records import EngineRecord, read_records, records_json
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, OTHER_FILES, Manifest, graph_files
 from exporter.common.errors import BundleError
-from exporter.spec.contract import (
-    BATCH,
-    CACHES,
-    CAPACITY,
-    COMPONENTS,
-    DTYPES,
-    LOGITS,
-    ONNX_TYPES,
-    OPSET,
-    PAST,
-    SEQUENCE,
-    TOTAL,
-    UNIT_KINDS,
-    WEIGHT_FORMATS,
-    Unit,
-)
+from exporter.spec.dtypes import DTYPES, ONNX_TYPES
+from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL
+from exporter.spec.unit import CACHES, COMPONENTS, LOGITS, UNIT_KINDS, Unit
+from exporter.spec.weight_formats import WEIGHT_FORMATS
 from exporter.validation.comparison import Comparison, summarize
 from exporter.validation.tolerances import tolerance
 from tests.conftest import ROOT
 
 DOCUMENT = (ROOT / "docs" / "bundle_format.md").read_text()
-MANIFEST, ENGINES = (json.loads((ROOT / "docs" / "schema" / f"{name}.schema.json").read_text()) for name in ("manifest", "engines"))
+MANIFEST, ENGINES = (
+    json.loads((ROOT / "docs" / "schema" / f"{name}.schema.json").read_text()) for name in ("manifest", "engines")
+)
 UNITS = {
     "component": {"unit": "component:rms_norm"},
     "block": {"unit": "block"},
@@ -82,7 +72,11 @@ def test_schema_and_code_have_the_same_keys_of_a_manifest():
     assert keys(MANIFEST) == (every, every - set(manifest_module.ADDED_KEYS))
     unit = set(manifest_module.UNIT_KEYS)
     assert keys(definitions["unit"]) == (unit, unit - set(manifest_module.ADDED_UNIT_KEYS))
-    code = {"config": manifest_module.CONFIG_KEYS, "rope_scaling": manifest_module.ROPE_SCALING_KEYS, "tensor": manifest_module.TENSOR_KEYS}
+    code = {
+        "config": manifest_module.CONFIG_KEYS,
+        "rope_scaling": manifest_module.ROPE_SCALING_KEYS,
+        "tensor": manifest_module.TENSOR_KEYS,
+    }
     code["weight_format"] = manifest_module.WEIGHT_FORMAT_KEYS
     for name, names in code.items():
         assert keys(definitions[name]) == (set(names), set(names)), name
@@ -96,16 +90,23 @@ def test_schema_and_code_have_the_same_keys_of_a_manifest():
 def test_schema_and_code_have_the_same_names_in_a_manifest():
     definitions = MANIFEST["$defs"]
     unit, tensor = definitions["unit"]["properties"], definitions["tensor"]["properties"]
-    assert (MANIFEST["properties"]["format_version"]["const"], MANIFEST["properties"]["opset"]["const"]) == (manifest_module.FORMAT_VERSION, OPSET)
+    assert (MANIFEST["properties"]["format_version"]["const"], MANIFEST["properties"]["opset"]["const"]) == (
+        manifest_module.FORMAT_VERSION,
+        OPSET,
+    )
     assert [unit[key]["enum"] for key in ("kind", "component", "logits", "cache")] == [
         list(UNIT_KINDS), [*COMPONENTS, None], list(LOGITS), list(CACHES),
     ]  # fmt: skip
-    assert definitions["dtype"]["enum"] == list(DTYPES) and set(tensor["dtype"]["enum"]) == set(ONNX_TYPES) - set(WEIGHT_FORMATS)
+    assert definitions["dtype"]["enum"] == list(DTYPES) and set(tensor["dtype"]["enum"]) == set(ONNX_TYPES) - set(
+        WEIGHT_FORMATS
+    )
     assert definitions["weight_format"]["properties"]["dtype"]["enum"] == list(WEIGHT_FORMATS)
     assert set(tensor["axes"]["items"]["anyOf"][1]["enum"]) == {BATCH, SEQUENCE, TOTAL, PAST, CAPACITY}
     allowed = re.compile(definitions["files"]["propertyNames"]["pattern"])
     assert all(allowed.search(name) for name in (*graph_files(0), *graph_files(12), *OTHER_FILES))
-    assert not any(allowed.search(name) for name in ("config.json", "part01/model.onnx", "../model.onnx", "model.onnx\n.data"))
+    assert not any(
+        allowed.search(name) for name in ("config.json", "part01/model.onnx", "../model.onnx", "model.onnx\n.data")
+    )
 
 
 def test_schema_and_code_have_the_same_keys_of_engine_records():
@@ -114,7 +115,9 @@ def test_schema_and_code_have_the_same_keys_of_engine_records():
     assert ENGINES["properties"]["format_version"]["const"] == engine_records.FORMAT_VERSION
     assert keys(definitions["engine"]) == (set(engine_records.RECORD_KEYS), set(engine_records.RECORD_KEYS))
     assert keys(definitions["profile"])[1] == set(engine_records.PROFILE_KEYS)
-    assert keys(definitions["profile"]["properties"]["ranges"]["additionalProperties"])[1] == set(engine_records.RANGE_KEYS)
+    assert keys(definitions["profile"]["properties"]["ranges"]["additionalProperties"])[1] == set(
+        engine_records.RANGE_KEYS
+    )
     assert keys(definitions["options"])[1] == set(engine_records.OPTION_KEYS) == set(BuildOptions().to_dict())
     options = definitions["options"]["properties"]
     assert options["hardware_compatibility"]["enum"] == list(HARDWARE_COMPATIBILITY)
@@ -138,8 +141,12 @@ def _all_keys(schema: object) -> set[str]:
 def test_the_document_explains_every_key_of_a_report(tiny_bundle):
     report = tiny_bundle("block").read_report()
     comparison = Comparison("decode", "hidden_states_out", [[1, 1, 64]], 0.0, 0.0, 1.0)
-    report["validation"] = summarize([comparison], "eager", "onnxruntime", tolerance(("eager", "onnxruntime"), UNIT, "fp32"), None)
-    nested = {key for part in ("export", "validation") for key in report[part]} | set(report["validation"]["comparisons"][0])
+    report["validation"] = summarize(
+        [comparison], "eager", "onnxruntime", tolerance(("eager", "onnxruntime"), UNIT, "fp32"), None
+    )
+    nested = {key for part in ("export", "validation") for key in report[part]} | set(
+        report["validation"]["comparisons"][0]
+    )
     nested |= set(report["validation"]["tolerance"]) | {"through"}
     section = DOCUMENT.partition("## report.json")[2].partition("\n## ")[0]
     assert {key for key in {*report, *nested} if f"`{key}`" not in section} == set()
@@ -195,7 +202,11 @@ MANIFEST_CHANGES: dict[str, Callable[[dict], object]] = {
     "size negative": lambda m: m["files"][GRAPH_FILE].update(size_bytes=-1),
     "short checksum": lambda m: m["files"][GRAPH_FILE].update(sha256="abc"),
     "capital checksum": lambda m: m["files"][GRAPH_FILE].update(sha256="A" * 64),
-    **{f"{key} missing": lambda m, key=key: m.pop(key) for key in manifest_module.MANIFEST_KEYS if key not in manifest_module.ADDED_KEYS},
+    **{
+        f"{key} missing": lambda m, key=key: m.pop(key)
+        for key in manifest_module.MANIFEST_KEYS
+        if key not in manifest_module.ADDED_KEYS
+    },
 }
 
 
@@ -256,7 +267,9 @@ def block(tiny_bundle, tmp_path) -> Path:
 
 def test_a_newer_format_is_refused_with_both_versions_and_what_to_do(block):
     for name, remedy in ((MANIFEST_FILE, "export the bundle again"), (ENGINES_FILE, "remove it and build again")):
-        data = json.loads((block / name).read_text()) if (block / name).exists() else {"format_version": 1, "engines": []}
+        data = (
+            json.loads((block / name).read_text()) if (block / name).exists() else {"format_version": 1, "engines": []}
+        )
         (block / name).write_text(json.dumps(data | {"format_version": 2, "producer": "blockline 7.0.0"}))
         with pytest.raises(BundleError) as caught:
             (Bundle.open if name == MANIFEST_FILE else read_records)(block)

@@ -13,8 +13,8 @@ from exporter.checkpoint.huggingface import adjacent_pairs, open_huggingface, pa
 from exporter.common.errors import CheckpointError
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import RopeScaling
-from exporter.spec.contract import Unit
 from exporter.spec.feeds import step_feeds
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from tests.conftest import TINY
 from tests.support.checkpoint_folders import (
@@ -82,7 +82,11 @@ def test_row_order_of_one_head_is_that_of_the_cases():
     [
         {"rope_scaling": {"type": "llama3", **LLAMA3_RULE}},
         {"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE}},
-        {"rope_theta": ABSENT, "rope_scaling": ABSENT, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_RULE}},
+        {
+            "rope_theta": ABSENT,
+            "rope_scaling": ABSENT,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_RULE},
+        },
         {"rope_scaling": ABSENT, "rope_parameters": {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_RULE}},
     ],
     ids=["older, type", "older, rope_type", "newer", "newer, theta twice"],
@@ -108,7 +112,9 @@ def test_theta_is_10000_where_a_config_has_none():
     assert parse_config(huggingface_config(SCALED, rope_theta=ABSENT)).rope_theta == 10_000.0
 
 
-@pytest.mark.parametrize(("head_dim", "expected"), [(ABSENT, 16), (None, 16), (24, 24)], ids=["absent", "null", "given"])
+@pytest.mark.parametrize(
+    ("head_dim", "expected"), [(ABSENT, 16), (None, 16), (24, 24)], ids=["absent", "null", "given"]
+)
 def test_head_dim_is_derived_only_where_it_is_not_given(head_dim, expected):
     assert parse_config(huggingface_config(TINY, head_dim=head_dim)).head_dim == expected
 
@@ -129,7 +135,9 @@ def test_absent_kv_heads_mean_as_many_as_query_heads(kv_heads):
         (2, {"temperature": 0.6}, (2,)),
     ],
 )
-def test_end_tokens_are_those_of_the_generation_config_else_of_the_config(folder, in_config, in_generation_config, expected):
+def test_end_tokens_are_those_of_the_generation_config_else_of_the_config(
+    folder, in_config, in_generation_config, expected
+):
     edit_config(folder, eos_token_id=in_config)
     if in_generation_config:
         write_json(folder / "generation_config.json", in_generation_config)
@@ -144,7 +152,9 @@ def test_stored_rope_frequencies_are_passed_over(folder):
 
 def test_a_tied_checkpoint_may_repeat_the_same_head(tmp_path):
     folder = write_huggingface(tmp_path / "checkpoint", TIED)
-    rewrite_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    rewrite_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
     assert open_huggingface(folder).config.tie_word_embeddings
 
 
@@ -180,7 +190,10 @@ def test_config_that_is_no_json_object_is_refused(folder, content, said):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, ["MistralForCausalLM", "LlamaForCausalLM"]),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+            ["MistralForCausalLM", "LlamaForCausalLM"],
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "LlamaForCausalLM"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["linear"]),
@@ -190,20 +203,35 @@ def test_config_that_is_no_json_object_is_refused(folder, content, said):
         ({"mlp_bias": True}, ["mlp_bias", "True"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
-        ({"rope_parameters": {"rope_type": "llama3", **LLAMA3_RULE, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        (
+            {"rope_parameters": {"rope_type": "llama3", **LLAMA3_RULE, "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor", "0.5"],
+        ),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"head_dim": ABSENT, "num_attention_heads": 3, "num_key_value_heads": 3}, ["64", "3", "hidden_size", "num_attention_heads"]),
+        (
+            {"head_dim": ABSENT, "num_attention_heads": 3, "num_key_value_heads": 3},
+            ["64", "3", "hidden_size", "num_attention_heads"],
+        ),
         ({"num_key_value_heads": 3}, ["4", "3", "n_kv_heads"]),
         ({"head_dim": 15}, ["head_dim", "15", "even"]),
         ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
         ({"num_hidden_layers": 0}, ["n_layers", "0"]),
         ({"rope_theta": "fast"}, ["rope_theta", "fast"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE, "factor": "big"}}, ["factor", "big"]),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE, "low_freq_factor": "low"}}, ["low_freq_factor", "low"]),
-        ({"intermediate_size": ABSENT, "rms_norm_eps": ABSENT}, ["missing", "intermediate_size", "rms_norm_eps"]),
-        ({"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}, ["10000.0", "500000.0", "rope_theta"]),
         (
-            {"rope_scaling": {"type": "llama3", **LLAMA3_RULE}, "rope_parameters": {"rope_type": "llama3", **LLAMA3_RULE, "factor": 32.0}},
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE, "low_freq_factor": "low"}},
+            ["low_freq_factor", "low"],
+        ),
+        ({"intermediate_size": ABSENT, "rms_norm_eps": ABSENT}, ["missing", "intermediate_size", "rms_norm_eps"]),
+        (
+            {"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+            ["10000.0", "500000.0", "rope_theta"],
+        ),
+        (
+            {
+                "rope_scaling": {"type": "llama3", **LLAMA3_RULE},
+                "rope_parameters": {"rope_type": "llama3", **LLAMA3_RULE, "factor": 32.0},
+            },
             ["8.0", "32.0", "rope_parameters"],
         ),
     ],
@@ -260,7 +288,12 @@ def edit_index(folder, change):
 @pytest.mark.parametrize("outside", ["../x.safetensors", "/tmp/x.safetensors", "sub/x.safetensors"])
 def test_index_that_names_a_file_outside_the_folder_is_refused(sharded, outside):
     (sharded.parent / "x.safetensors").write_bytes((sharded / SHARD).read_bytes())
-    edit_index(sharded, lambda index: index["weight_map"].update({name: outside for name, shard in index["weight_map"].items() if shard == SHARD}))
+    edit_index(
+        sharded,
+        lambda index: index["weight_map"].update(
+            {name: outside for name, shard in index["weight_map"].items() if shard == SHARD}
+        ),
+    )
     message = refusal(sharded)
     assert outside in message
     assert "inside the folder" in message
@@ -334,7 +367,9 @@ def test_integer_tensor_is_refused_with_its_dtype(folder):
 
 def test_tied_config_with_a_differing_head_is_refused(tmp_path):
     folder = write_huggingface(tmp_path / "checkpoint", TIED)
-    rewrite_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    rewrite_tensors(
+        folder, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
+    )
     message = refusal(folder)
     assert "lm_head.weight" in message
     assert "tie_word_embeddings" in message
@@ -348,8 +383,16 @@ def test_tied_config_with_a_differing_head_is_refused(tmp_path):
 def test_a_folder_saved_by_transformers_gives_transformers_logits(tmp_path, scaled, tied):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_RULE} if scaled else {"rope_type": "default", "rope_theta": 10_000.0}
-    sizes = {key: value for key, value in huggingface_config(TINY).items() if isinstance(value, int) and not isinstance(value, bool)}
+    rope = (
+        {"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3_RULE}
+        if scaled
+        else {"rope_type": "default", "rope_theta": 10_000.0}
+    )
+    sizes = {
+        key: value
+        for key, value in huggingface_config(TINY).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
     config = transformers.LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=tied, initializer_range=0.2)
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():  # norms of 1 would hide that one was left out

@@ -101,8 +101,21 @@ def test_a_header_of_absurd_size_is_refused_and_not_allocated(folder, length):
 def test_the_command_refuses_in_one_line_and_writes_nothing(folder, tmp_path, change):
     rewrite_header(folder, change)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    command = [sys.executable, "-m", "exporter", "export", "--checkpoint", str(folder), "--unit", "model", "-o", str(tmp_path / "out" / "bundle")]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-m",
+        "exporter",
+        "export",
+        "--checkpoint",
+        str(folder),
+        "--unit",
+        "model",
+        "-o",
+        str(tmp_path / "out" / "bundle"),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1 and "model.safetensors" in run.stderr
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before

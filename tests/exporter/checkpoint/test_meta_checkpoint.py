@@ -15,11 +15,20 @@ from exporter.common.errors import CheckpointError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec import catalogue
-from exporter.spec.contract import Unit, weight_shapes
+from exporter.spec.parameters import weight_shapes
+from exporter.spec.unit import Unit
 from tests.support.checkpoint_folders import meta_shards, write_huggingface
 
 CONFIG = catalogue.ModelConfig(
-    hidden_size=96, n_layers=2, n_heads=6, n_kv_heads=3, head_dim=16, intermediate_size=96, vocab_size=99, context_length=128, rope_theta=500_000.0
+    hidden_size=96,
+    n_layers=2,
+    n_heads=6,
+    n_kv_heads=3,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=99,
+    context_length=128,
+    rope_theta=500_000.0,
 )
 N_TENSORS = 2 * 9 + 3
 
@@ -35,7 +44,9 @@ def tiny_catalogue(monkeypatch):
 def write_meta(folder, shards=1, embedding_axis=0, params=None, change=lambda shards: None, tied=False):
     """The weights of RandomWeights(CONFIG, 0), split as a model-parallel run of `shards` saves them."""
     folder.mkdir()
-    parts = meta_shards(dataclasses.replace(CONFIG, tie_word_embeddings=tied), RandomWeights(CONFIG, 0), shards, embedding_axis)
+    parts = meta_shards(
+        dataclasses.replace(CONFIG, tie_word_embeddings=tied), RandomWeights(CONFIG, 0), shards, embedding_axis
+    )
     for part in parts:
         part["rope.freqs"] = torch.ones(8)
     change(parts)
@@ -45,7 +56,9 @@ def write_meta(folder, shards=1, embedding_axis=0, params=None, change=lambda sh
         "dim": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "vocab_size": 99, "multiple_of": 96, "ffn_dim_multiplier": 0.3,
         "norm_eps": 1e-5, "rope_theta": 500_000.0,
     }  # fmt: skip
-    (folder / "params.json").write_text(json.dumps({k: v for k, v in (stated | (params or {})).items() if v is not ...}))
+    (folder / "params.json").write_text(
+        json.dumps({k: v for k, v in (stated | (params or {})).items() if v is not ...})
+    )
     return folder
 
 
@@ -71,7 +84,12 @@ def test_both_formats_give_the_same_bundle(tmp_path):
     for name, opened in checkpoints.items():
         request = ExportRequest(opened.config, Unit.parse("model", opened.config), opened.weights, "fp16")
         export_bundle(request, tmp_path / f"bundle-{name}", validated=False)
-        files.append([(tmp_path / f"bundle-{name}" / file).read_bytes() for file in ("model.onnx", "model.onnx.data", "manifest.json")])
+        files.append(
+            [
+                (tmp_path / f"bundle-{name}" / file).read_bytes()
+                for file in ("model.onnx", "model.onnx.data", "manifest.json")
+            ]
+        )
     assert all(content == files[0] for content in files[1:])
 
 
@@ -100,7 +118,11 @@ def test_a_vocabulary_that_params_leave_open_is_read_from_the_head(tmp_path):
         ({"dim": ...}, "tiny", r"missing keys \['dim'\]"),
         ({"moe": 8}, "tiny", r"unknown keys \['moe'\]"),
         ({"n_heads": 5}, "tiny", "dim 96 and n_heads 5"),
-        ({"vocab_size": 98}, "tiny", r"tok_embeddings.weight has shapes \[\[99, 96\]\] in its shards, expected \[98, 96\]"),
+        (
+            {"vocab_size": 98},
+            "tiny",
+            r"tok_embeddings.weight has shapes \[\[99, 96\]\] in its shards, expected \[98, 96\]",
+        ),
     ],
 )
 def test_params_that_do_not_fit_are_refused(tmp_path, params, model, message):
@@ -119,10 +141,16 @@ def add(name, tensor):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop("layers.1.attention.wq.weight"), r"20 of 21 expected tensors found; missing 1 \(layers\.1\.attention\.wq\.weight\)"),
+        (
+            drop("layers.1.attention.wq.weight"),
+            r"20 of 21 expected tensors found; missing 1 \(layers\.1\.attention\.wq\.weight\)",
+        ),
         (add("layers.0.attention.wq.bias", torch.zeros(96)), r"unexpected 1 \(layers\.0\.attention\.wq\.bias\)"),
         (add("norm.weight", torch.zeros(96)), "norm.weight is whole in every shard and differs"),
-        (add("layers.0.feed_forward.w2.weight", torch.zeros(96, 31)), r"layers\.0\.feed_forward\.w2\.weight has shapes"),
+        (
+            add("layers.0.feed_forward.w2.weight", torch.zeros(96, 31)),
+            r"layers\.0\.feed_forward\.w2\.weight has shapes",
+        ),
         (add("layers.0.attention.wk.weight", torch.zeros(16, 96, dtype=torch.int8)), "int8"),
     ],
 )
@@ -151,7 +179,9 @@ class Evil:
         return os.system, (self.command,)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))], ids=["zip", "bare pickle"])
+@pytest.mark.parametrize(
+    "save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))], ids=["zip", "bare pickle"]
+)
 def test_pickled_code_is_refused_and_not_run(tmp_path, save):
     folder = write_meta(tmp_path / "meta")
     proof = tmp_path / "run"

@@ -12,7 +12,7 @@ from exporter.bundle.manifest import MANIFEST_FILE, TOKENIZER_FILES
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from tests.conftest import TINY
 from tests.support.checkpoint_folders import meta_shards, write_huggingface
 
@@ -31,7 +31,9 @@ def write_meta(folder, opened, shards):
     for index, part in enumerate(meta_shards(opened.config, opened.weights, shards)):
         torch.save(part, folder / f"consolidated.{index:02d}.pth")
     params = {"dim": 576, "n_layers": 30, "n_heads": 9, "n_kv_heads": 3, "vocab_size": 49152, "multiple_of": 256}
-    (folder / "params.json").write_text(json.dumps(params | {"rope_theta": 100_000.0, "norm_eps": opened.config.norm_eps}))
+    (folder / "params.json").write_text(
+        json.dumps(params | {"rope_theta": 100_000.0, "norm_eps": opened.config.norm_eps})
+    )
     return folder
 
 
@@ -43,7 +45,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_real_model_gives_the_same_manifest_and_checksums_from_every_form(smollm2_checkpoint, smollm2_bundle, opened, tmp_path, form):
+def test_the_real_model_gives_the_same_manifest_and_checksums_from_every_form(
+    smollm2_checkpoint, smollm2_bundle, opened, tmp_path, form
+):
     """The manifest holds the checksums of graph and weights; equal graphs and weights give equal tokens (test_real_model.py)."""
     write, model = FORMS[form]
     folder = write(tmp_path / "checkpoint", opened)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from exporter.__main__ import main as exporter
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE
+from exporter.commands.main import main as exporter
 from exporter.validation import tolerances
-from runtime.__main__ import main as runtime
+from runtime.commands.main import main as runtime
 from tests.conftest import ROOT, TINY
 from tests.support.checkpoint_folders import write_huggingface
 
@@ -94,7 +94,9 @@ def test_export_onto_a_file_is_refused_and_the_file_kept(capsys, tmp_path, check
 def test_export_from_a_damaged_checkpoint_names_the_file(capsys, tmp_path):
     folder = write_huggingface(tmp_path / "checkpoint", TINY)
     os.truncate(folder / "model.safetensors", 5000)
-    assert str(folder / "model.safetensors") in refusal(capsys, exporter, "export", "--checkpoint", folder, "-o", tmp_path / "bundle")
+    assert str(folder / "model.safetensors") in refusal(
+        capsys, exporter, "export", "--checkpoint", folder, "-o", tmp_path / "bundle"
+    )
     assert not (tmp_path / "bundle").exists()
 
 
@@ -109,7 +111,14 @@ def test_validate_refuses_a_negative_seed(capsys, bundles):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["export", "--model", "llama3-8b"], ["params"], ["params", "--model", "llama3-8b", "--format", "xml"], ["compile"], ["import", "gpt"], []],
+    [
+        ["export", "--model", "llama3-8b"],
+        ["params"],
+        ["params", "--model", "llama3-8b", "--format", "xml"],
+        ["compile"],
+        ["import", "gpt"],
+        [],
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_of_the_exporter_exits_2(capsys, arguments):
@@ -125,7 +134,11 @@ def test_wrong_usage_of_the_exporter_exits_2(capsys, arguments):
 def test_params_prints_the_numbers_of_the_specification_as_one_json_document(capsys):
     data = json_output(capsys, exporter, "params", "--model", "llama3-8b", "--format", "json")
     components = data["components"]
-    rows = {row["name"]: (row["calculation"], row["parameters"]) for component in components.values() for row in component["rows"]}
+    rows = {
+        row["name"]: (row["calculation"], row["parameters"])
+        for component in components.values()
+        for row in component["rows"]
+    }
     assert data["model"] == "llama3-8b"
     assert rows["query projection"] == ("4,096 × 4,096", 16_777_216)
     assert rows["key projection"] == ("4,096 × (8 × 128)", 4_194_304)
@@ -156,7 +169,9 @@ def test_params_prints_its_tables_to_stderr(capsys):
     assert "P = 7" in captured.err
 
 
-@pytest.mark.parametrize(("arguments", "said"), [(["--model", "gpt-2"], "'gpt-2'"), (["--model", "llama3-8b", "--past-len=-1"], "-1")])
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--model", "gpt-2"], "'gpt-2'"), (["--model", "llama3-8b", "--past-len=-1"], "-1")]
+)
 def test_params_refuses_what_cannot_be(capsys, arguments, said):
     assert said in refusal(capsys, exporter, "params", *arguments)
 
@@ -180,7 +195,17 @@ def bundles(checkpoint, tmp_path_factory):
     def export(unit: str, dtype: str) -> Path:
         if (unit, dtype) not in made:
             target = tmp_path_factory.mktemp("bundles") / "bundle"
-            arguments = ["--checkpoint", str(checkpoint), "--unit", unit, "--dtype", dtype, *EXPORTS[unit, dtype], "-o", str(target)]
+            arguments = [
+                "--checkpoint",
+                str(checkpoint),
+                "--unit",
+                unit,
+                "--dtype",
+                dtype,
+                *EXPORTS[unit, dtype],
+                "-o",
+                str(target),
+            ]
             assert exporter(["export", *arguments]) == 0
             made[unit, dtype] = target
         return made[unit, dtype]
@@ -197,7 +222,11 @@ def block(bundles, tmp_path) -> Path:
 def test_an_export_is_validated_and_can_be_verified_and_validated_again(capsys, bundles, unit, dtype):
     folder = bundles(unit, dtype)
     opened = Bundle.open(folder, verify="full")
-    assert (opened.manifest.unit.kind, opened.manifest.dtype, opened.manifest.weights) == (unit.partition(":")[0], dtype, {"source": "checkpoint"})
+    assert (opened.manifest.unit.kind, opened.manifest.dtype, opened.manifest.weights) == (
+        unit.partition(":")[0],
+        dtype,
+        {"source": "checkpoint"},
+    )
     assert opened.read_report()["validation"]["passed"]
     assert exporter(["verify", str(folder)]) == 0
     again = json_output(capsys, exporter, "validate", folder, "--format", "json")
@@ -248,7 +277,7 @@ def test_a_truncated_data_file_is_refused_by_every_command(capsys, block, main):
 
 def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, tmp_path, checkpoint):
     monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.comparison.CONTROL_FACTOR", 0.0)
+    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
     arguments = ["--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(tmp_path / "bundle")]
     assert exporter(["export", *arguments]) == 1
     error = capsys.readouterr().err
@@ -260,14 +289,16 @@ def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, t
 def test_a_failed_validation_leaves_the_old_bundle(monkeypatch, block, checkpoint):
     before = {path.name: path.read_bytes() for path in block.iterdir()}
     monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.comparison.CONTROL_FACTOR", 0.0)
-    assert exporter(["export", "--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(block)]) == 1
+    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
+    assert (
+        exporter(["export", "--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(block)]) == 1
+    )
     assert {path.name: path.read_bytes() for path in block.iterdir()} == before
 
 
 def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monkeypatch, block):
     monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp32", ({"block": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.comparison.CONTROL_FACTOR", 0.0)
+    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
     assert exporter(["validate", str(block), "--format", "json"]) == 1
     assert not json.loads(capsys.readouterr().out)["passed"]
     assert not Bundle.open(block).read_report()["validation"]["passed"]
@@ -278,9 +309,27 @@ def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monk
 
 @pytest.mark.parametrize("backend", ["auto", "onnxruntime", "eager"])
 def test_decode_prints_one_json_document(capsys, bundles, backend):
-    arguments = ["--backend", backend, "--batch", 2, "--prompt-len", 5, "--steps", 3, "--cache-capacity", 16, "--format", "json"]
+    arguments = [
+        "--backend",
+        backend,
+        "--batch",
+        2,
+        "--prompt-len",
+        5,
+        "--steps",
+        3,
+        "--cache-capacity",
+        16,
+        "--format",
+        "json",
+    ]
     data = json_output(capsys, runtime, "decode", bundles("block", "fp32"), *arguments)
-    assert (data["unit"], data["dtype"], data["cache_capacity"], data["lengths"]) == ("block of layers 0:1", "fp32", 16, [8, 8])
+    assert (data["unit"], data["dtype"], data["cache_capacity"], data["lengths"]) == (
+        "block of layers 0:1",
+        "fp32",
+        16,
+        [8, 8],
+    )
     assert (data["prefill"]["tokens"], data["decode"]["tokens"]) == (10, 6)
     assert data["decode"]["median_ms"] > 0
     assert ("eager" if backend == "eager" else "onnxruntime") in data["backend"]
@@ -294,7 +343,9 @@ def test_decode_prints_its_table_and_backend_to_stderr(capsys, bundles):
     assert "lengths [32]" in captured.err
 
 
-@pytest.mark.parametrize("command", [["decode"], ["generate", "--prompt", "x"], ["report", "--prompt", "x"]], ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "command", [["decode"], ["generate", "--prompt", "x"], ["report", "--prompt", "x"]], ids=lambda command: command[0]
+)
 def test_runtime_refuses_a_missing_bundle(capsys, tmp_path, command):
     assert "no such folder" in refusal(capsys, runtime, command[0], tmp_path / "nowhere", *command[1:])
 
@@ -324,7 +375,9 @@ def test_decode_refuses_what_cannot_be(capsys, bundles, arguments, said):
 @pytest.mark.skipif(HAS_NVIDIA_GPU, reason="needs a machine without an NVIDIA GPU")
 @pytest.mark.parametrize("backend", ["auto", "onnxruntime"])
 def test_a_provider_that_is_not_here_is_refused_and_nothing_runs_on_the_cpu(capsys, bundles, backend):
-    error = refusal(capsys, runtime, "decode", bundles("block", "fp32"), "--backend", backend, "--provider", "CUDAExecutionProvider")
+    error = refusal(
+        capsys, runtime, "decode", bundles("block", "fp32"), "--backend", backend, "--provider", "CUDAExecutionProvider"
+    )
     assert "CUDAExecutionProvider" in error
 
 
@@ -362,12 +415,17 @@ def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
 HELP = {exporter: ["params", "import", "export", "validate", "verify"], runtime: ["decode", "generate", "report"]}
 
 
-@pytest.mark.parametrize(("main", "command"), [(main, command) for main, commands in HELP.items() for command in [None, *commands]])
+@pytest.mark.parametrize(
+    ("main", "command"), [(main, command) for main, commands in HELP.items() for command in [None, *commands]]
+)
 def test_help_exits_0(capsys, main, command):
     with pytest.raises(SystemExit) as caught:
         main([*([command] if command else []), "--help"])
     assert caught.value.code == 0
-    assert f"usage: {'blockline-export' if main is exporter else 'blockline-run'}{f' {command}' if command else ''}" in capsys.readouterr().out
+    assert (
+        f"usage: {'blockline-export' if main is exporter else 'blockline-run'}{f' {command}' if command else ''}"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("package", ["exporter", "runtime"])
@@ -389,4 +447,7 @@ def test_bad_input_to_a_real_process_exits_2_with_one_line():
 
 def test_decode_refuses_more_steps_than_the_cache_holds_before_it_starts(tiny_bundle, capsys):
     assert runtime(["decode", str(tiny_bundle("block").folder), "--prompt-len", "16", "--steps", "100"]) == 2
-    assert "need 116 tokens of cache, a sequence has 64; lower them or give --cache-capacity 116" in capsys.readouterr().err
+    assert (
+        "need 116 tokens of cache, a sequence has 64; lower them or give --cache-capacity 116"
+        in capsys.readouterr().err
+    )

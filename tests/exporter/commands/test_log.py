@@ -8,12 +8,12 @@ import shutil
 
 import pytest
 
-import engines.__main__
-import exporter.__main__
-import runtime.__main__
-from exporter.common import cli
+import engines.commands.main
+import exporter.commands.main
+import runtime.commands.main
+from exporter.common import command
 
-PACKAGES = {"exporter": exporter.__main__, "engines": engines.__main__, "runtime": runtime.__main__}
+PACKAGES = {"exporter": exporter.commands.main, "engines": engines.commands.main, "runtime": runtime.commands.main}
 
 
 def commands() -> list[tuple[str, argparse.ArgumentParser]]:
@@ -39,12 +39,16 @@ def test_as_a_library_a_package_is_quiet_and_names_its_loggers_by_module(package
 
 def told(text: str) -> list[str]:
     """Who spoke in the story, in order and without repeating."""
-    speakers = [line.split(" s  ")[1].split(":")[0] for line in text.splitlines() if " s  " in line and line.lstrip()[:1].isdigit()]
+    speakers = [
+        line.split(" s  ")[1].split(":")[0]
+        for line in text.splitlines()
+        if " s  " in line and line.lstrip()[:1].isdigit()
+    ]
     return [name for index, name in enumerate(speakers) if speakers[index - 1 : index] != [name]]
 
 
 def test_verbose_tells_what_was_done_and_what_was_chosen_and_why(tiny_bundle, tmp_path, capsys, monkeypatch):
-    for module in ("library.backend", "building.build", "running.tensorrt_stepper"):
+    for module in ("library.backend", "building.build", "running.choose_engine"):
         monkeypatch.setattr(f"engines.{module}.visible_gpus", list)
     made, block = str(tmp_path / "made"), str(tmp_path / "block")
     shutil.copytree(tiny_bundle("block", "fp16").folder, block)
@@ -63,14 +67,17 @@ def test_verbose_tells_what_was_done_and_what_was_chosen_and_why(tiny_bundle, tm
     ]  # fmt: skip
     for module, arguments, speakers, lines in runs:
         capsys.readouterr()
-        assert module.__main__.main([*arguments, "--verbose"]) == 0
+        assert module.commands.main.main([*arguments, "--verbose"]) == 0
         text = capsys.readouterr().err
         assert told(text) == speakers
         assert [line for line in lines if line not in text] == []
     for module, arguments, *_ in runs[2:]:
-        assert module.__main__.main(arguments) == 0
+        assert module.commands.main.main(arguments) == 0
         assert told(capsys.readouterr().err) == []
-        assert all(len(logging.getLogger(package).handlers) == 1 and logging.getLogger(package).level == logging.NOTSET for package in PACKAGES)
+        assert all(
+            len(logging.getLogger(package).handlers) == 1 and logging.getLogger(package).level == logging.NOTSET
+            for package in PACKAGES
+        )
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------------
@@ -84,9 +91,9 @@ def failing(monkeypatch, capsys):
         def fail(name: str):
             raise error
 
-        monkeypatch.setattr("exporter.__main__.lookup", fail)
+        monkeypatch.setattr("exporter.commands.main.lookup", fail)
         capsys.readouterr()
-        code = exporter.__main__.main(["params", "--model", "llama3-8b", *options])
+        code = exporter.commands.main.main(["params", "--model", "llama3-8b", *options])
         captured = capsys.readouterr()
         assert captured.out == ""
         return code, captured.err.splitlines()
@@ -96,7 +103,7 @@ def failing(monkeypatch, capsys):
 
 def test_a_bug_ends_in_one_line_that_says_so_and_how_to_see_the_traceback(failing):
     code, lines = failing(KeyError("planted\nand more"))
-    assert (code, len(lines)) == (cli.EXIT_CHECK_FAILED, 1)
+    assert (code, len(lines)) == (command.EXIT_CHECK_FAILED, 1)
     assert lines[0].startswith("bug: KeyError: ") and "a fault of blockline" in lines[0] and "--debug" in lines[0]
     assert failing(AssertionError())[1][0].startswith("bug: AssertionError: no reason given; ")
 
@@ -105,8 +112,8 @@ def test_a_bug_ends_in_one_line_that_says_so_and_how_to_see_the_traceback(failin
     ("error", "code", "line"),
     [
         (RuntimeError("planted"), 1, "bug: RuntimeError: planted; "),
-        (cli.InputError("planted"), 2, "error: planted"),
-        (cli.CheckFailed("planted"), 1, "failed: planted"),
+        (command.InputError("planted"), 2, "error: planted"),
+        (command.CheckFailed("planted"), 1, "failed: planted"),
         (OSError(28, "No space left on device", "x"), 2, "error: x: No space left on device"),
         (MemoryError("Unable to allocate 10 GiB"), 2, "error: memory: there was not enough; "),
     ],

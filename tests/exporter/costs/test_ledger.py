@@ -11,11 +11,20 @@ import torch
 from exporter.costs.ledger import Ledger
 from exporter.model.block import component, eager_module
 from exporter.spec.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
-from exporter.spec.contract import COMPONENTS, Unit
+from exporter.spec.unit import COMPONENTS, Unit
 
 MIB = 2**20
 MODULE_OF_LEDGER = {"attention_norm": "rms_norm", "ffn_norm": "rms_norm"}
-TINY = ModelConfig(hidden_size=8, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=4, intermediate_size=12, vocab_size=10, context_length=16)
+TINY = ModelConfig(
+    hidden_size=8,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=4,
+    intermediate_size=12,
+    vocab_size=10,
+    context_length=16,
+)
 
 
 def ledger_of(name: str) -> Ledger:
@@ -123,7 +132,10 @@ def test_the_total_is_the_published_one(name, parameters):
 def test_the_total_is_the_sum_of_its_parts(name):
     ledger = ledger_of(name)
     blocks = ledger.config.n_layers * ledger.block_parameters
-    assert ledger.model_parameters == ledger.embedding_parameters + blocks + ledger.config.hidden_size + ledger.head_parameters
+    assert (
+        ledger.model_parameters
+        == ledger.embedding_parameters + blocks + ledger.config.hidden_size + ledger.head_parameters
+    )
 
 
 def test_a_tied_model_stores_one_vocabulary_matrix():
@@ -137,7 +149,9 @@ def test_a_tied_model_stores_one_vocabulary_matrix():
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())  # a tied weight is one Parameter and counted once
+    return sum(
+        parameter.numel() for parameter in module.parameters()
+    )  # a tied weight is one Parameter and counted once
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -157,7 +171,9 @@ def test_the_ledger_counts_every_component_s_parameters(name):
     without = {"attention", "repeat_kv"}
     assert {name for name, count in counted.items() if count == 0} == without
     for component_name in ledger.components:
-        assert ledger.component_parameters(component_name) == counted[MODULE_OF_LEDGER.get(component_name, component_name)]
+        assert (
+            ledger.component_parameters(component_name) == counted[MODULE_OF_LEDGER.get(component_name, component_name)]
+        )
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -187,7 +203,12 @@ def test_flops_of_a_token(past_len, flops):
 
 @pytest.mark.parametrize(
     ("past_len", "dtype", "n_bytes"),
-    [(0, "fp16", 2 * 1_088 + 32), (3, "fp16", 2 * 1_088 + 4 * 32), (3, "bf16", 2 * 1_088 + 4 * 32), (3, "fp32", 4 * 1_088 + 4 * 64)],
+    [
+        (0, "fp16", 2 * 1_088 + 32),
+        (3, "fp16", 2 * 1_088 + 4 * 32),
+        (3, "bf16", 2 * 1_088 + 4 * 32),
+        (3, "fp32", 4 * 1_088 + 4 * 64),
+    ],
 )
 def test_bytes_of_a_token(past_len, dtype, n_bytes):
     """2 blocks · 496 + final norm 8 + one embedding row 8 + head 80 = 1,088 weights; 2 · 2 layers · 4 = 16 numbers a cache row."""
@@ -212,7 +233,11 @@ def test_the_json_holds_the_same_numbers(name):
     assert ModelConfig.from_dict(data["config"]) == config
     assert [(step["calculation"], step["result"]) for step in data["mlp_width"]] == list(ledger.width_steps)
     assert list(data["components"]) == list(ledger.components)
-    rows = [(part, row["name"], row["calculation"], row["parameters"]) for part in data["components"] for row in data["components"][part]["rows"]]
+    rows = [
+        (part, row["name"], row["calculation"], row["parameters"])
+        for part in data["components"]
+        for row in data["components"][part]["rows"]
+    ]
     assert sorted(rows) == sorted(dataclasses.astuple(row) for row in ledger.rows)
     assert {kind: gelu["parameters"] for kind, gelu in data["gelu_mlp"].items()} == ledger.gelu_mlp
     assert data["block_parameters"] == ledger.block_parameters

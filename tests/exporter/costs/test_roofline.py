@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from exporter.__main__ import main
+from exporter.commands.main import main
 from exporter.common.errors import InputError
 from exporter.costs.ledger import Ledger
 from exporter.costs.roofline import Step, roofline, step_costs
 from exporter.spec.catalogue import CATALOGUE, lookup
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 
 LLAMA3_8B = lookup("llama3-8b")
 BLOCK = Unit("block")
@@ -30,7 +30,12 @@ def cost(step: Step, name: str, unit: Unit = BLOCK):
         ("attention.q_proj", 33_554_432, 0, 33_554_432),  # 4,096 × 4,096, two bytes and two operations each
         ("attention.k_proj", 8_388_608, 0, 8_388_608),
         ("attention.v_proj", 8_388_608, 0, 8_388_608),
-        ("attention.heads", 0, 1_001 * ROW_BYTES, 4 * 32 * 128 * 1_001),  # 1,000 rows read and one written; 1,001 keys seen
+        (
+            "attention.heads",
+            0,
+            1_001 * ROW_BYTES,
+            4 * 32 * 128 * 1_001,
+        ),  # 1,000 rows read and one written; 1,001 keys seen
         ("attention.o_proj", 33_554_432, 0, 33_554_432),
         ("ffn_norm", 8_192, 0, 0),
         ("mlp.gate_proj", 117_440_512, 0, 117_440_512),
@@ -91,7 +96,9 @@ def test_one_decoded_token_costs_what_the_ledger_says(name, dtype):
     assert table["flops"] == Ledger.of(config).flops_per_token(77)
 
 
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seq_len": 0}, {"past_len": -1}, {"batch": True}, {"weight_bits": 0.0}, {"dtype": "fp8"}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seq_len": 0}, {"past_len": -1}, {"batch": True}, {"weight_bits": 0.0}, {"dtype": "fp8"}]
+)
 def test_sizes_that_mean_nothing_are_refused_by_name(sizes):
     with pytest.raises(InputError, match=next(iter(sizes))):
         Step(**sizes)
@@ -117,7 +124,10 @@ def test_the_command_prints_the_same_table_for_a_machine_that_is_described(capsy
     assert main(["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000"]) == 0
     shown = capsys.readouterr().err
     assert "llama3-8b, block" in shown and "attention.q_proj" in shown and "tokens/s" in shown
-    assert main(["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000", "--format", "json"]) == 0
+    assert (
+        main(["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000", "--format", "json"])
+        == 0
+    )
     data = json.loads(capsys.readouterr().out)
     expected = roofline(LLAMA3_8B, BLOCK, Step(past_len=1_000), 2e12, 500e12)
     assert data == json.loads(json.dumps({"model": "llama3-8b", "unit": str(BLOCK), **expected}))

@@ -7,12 +7,13 @@ import dataclasses
 import onnx
 import pytest
 
-from exporter.__main__ import main
+from exporter.commands.main import main
 from exporter.costs.stored_size import parts_within, stored_weights_bytes
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import CATALOGUE
-from exporter.spec.contract import WEIGHT_FORMATS, Unit, WeightFormat
+from exporter.spec.unit import Unit
+from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat
 from tests.conftest import MAX_POSITIONS, TINY
 
 
@@ -33,21 +34,38 @@ CASES = [
 def test_the_bytes_are_those_of_a_real_export(tmp_path, kind, tied, n_parts, name):
     config = dataclasses.replace(TINY, tie_word_embeddings=tied)
     unit, weight_format = Unit.parse(kind, config), WeightFormat(name, 16) if name else None
-    request = ExportRequest(config, unit, RandomWeights(config, 0), "fp16", MAX_POSITIONS, n_parts=n_parts, weight_format=weight_format)
+    request = ExportRequest(
+        config, unit, RandomWeights(config, 0), "fp16", MAX_POSITIONS, n_parts=n_parts, weight_format=weight_format
+    )
     bundle = export_bundle(request, tmp_path / "bundle", validated=False)
     for part, bounds in zip(bundle.parts, bundle.manifest.parts or [None], strict=True):
-        assert stored_weights_bytes(config, unit, "fp16", MAX_POSITIONS, weight_format, bounds) == stored(part.graph_path)
+        assert stored_weights_bytes(config, unit, "fp16", MAX_POSITIONS, weight_format, bounds) == stored(
+            part.graph_path
+        )
 
 
 def test_a_budget_makes_fewer_parts_of_fewer_bits():
     config = CATALOGUE["llama3-8b"]
     unit = Unit.parse("model", config)
-    counts = [parts_within(config, unit, "fp16", 8192, WeightFormat(name) if name else None, 8 << 30) for name in (None, "int8", "int4")]
+    counts = [
+        parts_within(config, unit, "fp16", 8192, WeightFormat(name) if name else None, 8 << 30)
+        for name in (None, "int8", "int4")
+    ]
     assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3, counts
 
 
 def test_the_command_line_counts_the_format_and_refuses_one_that_does_not_fit(tmp_path, capsys):
-    arguments = ["export", "--model", "smollm2-135m", "--unit", "model", "--part-budget", "0.01", "-o", str(tmp_path / "x")]
+    arguments = [
+        "export",
+        "--model",
+        "smollm2-135m",
+        "--unit",
+        "model",
+        "--part-budget",
+        "0.01",
+        "-o",
+        str(tmp_path / "x"),
+    ]
     needed = []
     for more in ([], ["--weights", "int4"], ["--weights", "int4", "--max-positions", "64"]):
         assert main([*arguments, *more]) == 2

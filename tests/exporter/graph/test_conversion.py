@@ -8,7 +8,7 @@ import torch
 from exporter.common.errors import CheckpointError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, TINY
 
 NAME = "blocks.0.mlp.up_proj.weight"
@@ -42,7 +42,10 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
 
 
 def test_a_value_beyond_half_precision_is_refused_with_its_size_and_the_fix(tmp_path):
-    with pytest.raises(CheckpointError, match=rf"{NAME}: 1 of its values do not fit fp16, the largest is 7e\+04; export with --dtype bf16"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{NAME}: 1 of its values do not fit fp16, the largest is 7e\+04; export with --dtype bf16",
+    ):
         export(tmp_path, 70_000.0, "fp16")
     export(tmp_path, 70_000.0, "bf16")
 
@@ -54,7 +57,9 @@ def test_values_that_become_zero_are_counted_in_the_report(tmp_path):
 
 
 def test_slices_of_a_large_weight_are_counted_together(tmp_path, monkeypatch):
-    monkeypatch.setattr("exporter.graph.weight_writer.SLICE_BYTES", 4 * TINY.intermediate_size * 7)  # seven columns at a time
+    monkeypatch.setattr(
+        "exporter.graph.weight_writer.SLICE_BYTES", 4 * TINY.intermediate_size * 7
+    )  # seven columns at a time
     whole = export(tmp_path, 1e-9, "fp16")
     assert whole.read_report()["flushed_to_zero"] == {NAME: 1}
     monkeypatch.undo()

@@ -26,8 +26,10 @@ from exporter.graph.assemble import assemble
 from exporter.graph.contract_check import check_graph
 from exporter.graph.fragments import EXAMPLE_SIZES, Fragment, Piece, _trace, trace_fragments
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import BATCH, CAPACITY, COMPONENTS, DTYPES, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec, Unit, graph_contract
+from exporter.spec.dtypes import DTYPES
 from exporter.spec.feeds import step_feeds
+from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec, graph_contract
+from exporter.spec.unit import COMPONENTS, Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.tolerances import tolerance
@@ -41,7 +43,10 @@ def load(bundle: Bundle) -> onnx.ModelProto:
 
 
 def axes(values) -> dict:
-    return {v.name: (v.type.tensor_type.elem_type, [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]) for v in values}
+    return {
+        v.name: (v.type.tensor_type.elem_type, [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim])
+        for v in values
+    }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,7 +63,9 @@ def test_every_graph_keeps_the_contract(tiny_bundle, unit, dtype):
             assert not {a.name for a in node.attribute} & {"is_causal", "softcap", "softmax_precision"}
     if unit != "component:repeat_kv":
         copying = {"Tile", "Expand", "Concat", "Pad"}
-        allowed = {"Expand", "Concat"} if unit == "component:prepare_qkv" else set()  # R has no batch axis: it is spread over the rows
+        allowed = (
+            {"Expand", "Concat"} if unit == "component:prepare_qkv" else set()
+        )  # R has no batch axis: it is spread over the rows
         assert not copying & {node.op_type for node in model.graph.node} - allowed
     for node in model.graph.node:
         if node.op_type == "Split":  # of merged projections, never of a cache
@@ -85,7 +92,9 @@ def test_a_blocks_interface_is_the_documented_one(tiny_bundle):
     }
 
 
-@pytest.mark.parametrize(("logits", "expected"), [("last", ["batch_size", 101]), ("all", ["batch_size", "sequence_length", 101])])
+@pytest.mark.parametrize(
+    ("logits", "expected"), [("last", ["batch_size", 101]), ("all", ["batch_size", "sequence_length", 101])]
+)
 def test_a_models_interface_is_the_documented_one(tiny_bundle, logits, expected):
     graph = load(tiny_bundle("model", "fp16", logits=logits)).graph
     assert axes(graph.input)["input_ids"] == (onnx.TensorProto.INT64, ["batch_size", "sequence_length"])
@@ -124,7 +133,10 @@ def test_tied_weights_are_stored_once():
 
 CAPACITY_ROWS = 16
 FULL = None  # a past length that leaves room for exactly this step's tokens
-GRID = [(b, t, CAPACITY_ROWS - t if p is FULL else p) for b, t, p in itertools.product((1, 2, 3, 5), (1, 2, 7), (0, 1, 8, FULL))]
+GRID = [
+    (b, t, CAPACITY_ROWS - t if p is FULL else p)
+    for b, t, p in itertools.product((1, 2, 3, 5), (1, 2, 7), (0, 1, 8, FULL))
+]
 
 
 @pytest.mark.parametrize("unit", ["block", "stack", "model"])
@@ -136,7 +148,11 @@ def test_every_shape_of_the_grid_equals_eager(tiny_bundle, unit):
     name = bundle.manifest.contract.inputs[0].name
     for batch, seq_len, past_len in GRID:
         shape = (batch, seq_len) if unit == "model" else (batch, seq_len, TINY.hidden_size)
-        x = rng.integers(0, TINY.vocab_size, shape) if unit == "model" else rng.standard_normal(shape).astype(np.float32)
+        x = (
+            rng.integers(0, TINY.vocab_size, shape)
+            if unit == "model"
+            else rng.standard_normal(shape).astype(np.float32)
+        )
         feeds = step_feeds(name, x, np.full(batch, past_len), np.full(batch, seq_len))
         results = []
         for stepper in steppers:
@@ -199,7 +215,11 @@ def structure(graph: ir.Graph) -> list[str]:
             return "none"
         if value not in digests:  # an initializer
             held = value.const_value
-            digests[value] = f"constant {held.dtype} {held.numpy().tolist()}" if held is not None else f"weight {value.dtype} {list(value.shape)}"
+            digests[value] = (
+                f"constant {held.dtype} {held.numpy().tolist()}"
+                if held is not None
+                else f"weight {value.dtype} {list(value.shape)}"
+            )
         return digests[value]
 
     for node in graph:
@@ -249,7 +269,9 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{BATCH: 3, SEQUENCE: 3, PAST: 3}, dict.fromkeys(EXAMPLE_SIZES, 7), {SEQUENCE: 1}], ids=["B = T = P", "all equal", "one token"]
+    "sizes",
+    [{BATCH: 3, SEQUENCE: 3, PAST: 3}, dict.fromkeys(EXAMPLE_SIZES, 7), {SEQUENCE: 1}],
+    ids=["B = T = P", "all equal", "one token"],
 )
 def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypatch, sizes):
     """So no two axes are merged, and nothing depends on the example's length."""
@@ -257,7 +279,9 @@ def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypa
     expected = structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph)
     for name, size in sizes.items():
         monkeypatch.setitem(EXAMPLE_SIZES, name, size)
-    monkeypatch.setattr(exporter.graph.fragments, "_traced", {})  # traced anew here; what other tests traced stays for them
+    monkeypatch.setattr(
+        exporter.graph.fragments, "_traced", {}
+    )  # traced anew here; what other tests traced stays for them
     assert structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph) == expected
     assert exporter.graph.fragments._traced
 
@@ -267,7 +291,10 @@ def test_every_ratio_of_heads_validates_in_a_graph(tmp_path, n_kv_heads):
     config = dataclasses.replace(TINY, n_layers=1, n_kv_heads=n_kv_heads)
     request = ExportRequest(config, Unit.parse("block", config), RandomWeights(config, 0), "fp32", MAX_POSITIONS)
     export_bundle(request, tmp_path / "bundle")  # raises where onnxruntime strays from eager
-    stepper, eager = InterpreterStepper.from_bundle(Bundle.open(tmp_path / "bundle")), EagerStepper.from_bundle(Bundle.open(tmp_path / "bundle"))
+    stepper, eager = (
+        InterpreterStepper.from_bundle(Bundle.open(tmp_path / "bundle")),
+        EagerStepper.from_bundle(Bundle.open(tmp_path / "bundle")),
+    )
     x = np.random.default_rng(0).standard_normal((2, 3, TINY.hidden_size)).astype(np.float32)
     feeds = step_feeds("hidden_states", x, np.array([0, 4]), np.array([3, 3]))
     got, expected = (one.run(feeds, one.new_cache(2, 16))["hidden_states_out"] for one in (stepper, eager))
@@ -343,5 +370,10 @@ def test_a_contrib_operator_is_refused(tiny_bundle, tmp_path):
 
 
 def test_axis_constants_are_the_symbols_in_the_file():
-    assert (BATCH, SEQUENCE, TOTAL, CAPACITY) == ("batch_size", "sequence_length", "total_sequence_length", "cache_capacity")
+    assert (BATCH, SEQUENCE, TOTAL, CAPACITY) == (
+        "batch_size",
+        "sequence_length",
+        "total_sequence_length",
+        "cache_capacity",
+    )
     assert torch.float16.itemsize == DTYPES["fp16"].n_bytes

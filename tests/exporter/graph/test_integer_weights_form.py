@@ -14,7 +14,8 @@ from exporter.bundle.manifest import GRAPH_FILE, MANIFEST_FILE
 from exporter.common.errors import BundleError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import WEIGHT_FORMATS, Unit, WeightFormat
+from exporter.spec.unit import Unit
+from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat
 from exporter.validation.verify import verify_bundle
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support.planted_faults import doctored, node_of
@@ -28,7 +29,9 @@ def originals(tmp_path_factory):
     folder = tmp_path_factory.mktemp("originals")
     for name in WEIGHT_FORMATS:
         unit = Unit.parse("model", TINY, "1")
-        request = ExportRequest(TINY, unit, RandomWeights(TINY, 0), "fp16", MAX_POSITIONS, weight_format=WeightFormat(name, 32))
+        request = ExportRequest(
+            TINY, unit, RandomWeights(TINY, 0), "fp16", MAX_POSITIONS, weight_format=WeightFormat(name, 32)
+        )
         export_bundle(request, folder / name, validated=False)
     return folder
 
@@ -117,7 +120,14 @@ def test_a_manifest_of_another_format_is_refused(originals, tmp_path, changed, s
 
 def test_a_format_does_not_ask_for_integers_where_there_is_no_matrix(originals, tmp_path):
     request = ExportRequest(
-        TINY, Unit.parse("component:rms_norm", TINY), RandomWeights(TINY, 0), "fp16", MAX_POSITIONS, weight_format=WeightFormat("int4", 32)
+        TINY,
+        Unit.parse("component:rms_norm", TINY),
+        RandomWeights(TINY, 0),
+        "fp16",
+        MAX_POSITIONS,
+        weight_format=WeightFormat("int4", 32),
     )
     Bundle.open(export_bundle(request, tmp_path / "bundle", validated=False).folder)
-    assert not any(node.op_type == "DequantizeLinear" for node in onnx.load(tmp_path / "bundle" / GRAPH_FILE).graph.node)
+    assert not any(
+        node.op_type == "DequantizeLinear" for node in onnx.load(tmp_path / "bundle" / GRAPH_FILE).graph.node
+    )

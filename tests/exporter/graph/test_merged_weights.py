@@ -15,7 +15,8 @@ from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import BundleError
 from exporter.graph.weight_reader import GraphWeights, bundle_weights
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import MERGED_WEIGHTS, Unit, block_weight_shapes, weight_shapes
+from exporter.spec.parameters import MERGED_WEIGHTS, block_weight_shapes, weight_shapes
+from exporter.spec.unit import Unit
 from tests.conftest import TINY
 
 
@@ -25,7 +26,9 @@ def test_every_projection_reads_back_as_it_was_whole_and_in_slices(tiny_bundle):
     for name in weight_shapes(TINY, bundle.manifest.unit):
         assert torch.equal(own.read(name), source.read(name)), name
         if name.endswith("_proj.weight"):
-            assert torch.equal(own.read(name, columns=slice(5, 40), rows=slice(3, 17)), source.read(name)[3:17, 5:40]), name
+            assert torch.equal(
+                own.read(name, columns=slice(5, 40), rows=slice(3, 17)), source.read(name)[3:17, 5:40]
+            ), name
 
 
 @pytest.mark.parametrize("merged", MERGED_WEIGHTS)
@@ -42,7 +45,11 @@ def test_a_graph_that_has_them_apart_is_read_too(tmp_path):
     graph = onnx.GraphProto()
     for name in block_weight_shapes(TINY):
         weight = source.read(f"blocks.1.{name}")
-        graph.initializer.append(numpy_helper.from_array((weight.T if weight.dim() == 2 else weight).contiguous().numpy(), f"blocks.0.{name}"))
+        graph.initializer.append(
+            numpy_helper.from_array(
+                (weight.T if weight.dim() == 2 else weight).contiguous().numpy(), f"blocks.0.{name}"
+            )
+        )
     model = onnx.ModelProto(graph=graph)
     onnx.save(model, tmp_path / GRAPH_FILE, save_as_external_data=True, location=DATA_FILE, size_threshold=0)
     weights = GraphWeights(tmp_path, TINY, first_layer=1, description={})

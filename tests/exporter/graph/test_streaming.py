@@ -10,20 +10,28 @@ from benchmarks.own.large_checkpoint import run
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import InputError
 from exporter.costs.ledger import Ledger
-from exporter.export import validate_bundle
 from exporter.graph.assemble import assemble
 from exporter.graph.contract_check import check_graph
 from exporter.graph.weight_writer import place_weights, serialize_graph
 from exporter.model.weights import RandomWeights
 from exporter.spec import catalogue
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
-from exporter.spec.contract import Unit, graph_contract
+from exporter.spec.tensors import graph_contract
+from exporter.spec.unit import Unit
+from exporter.validation.bundle_validation import validate_bundle
 from tests.conftest import TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
 # 0.8 GB of bf16 weights: whoever held them, and more so in float32, would break the ceiling, which imports alone half fill.
 DEEP = ModelConfig(
-    hidden_size=2048, n_layers=6, n_heads=16, n_kv_heads=8, head_dim=128, intermediate_size=5632, vocab_size=32_000, context_length=2048
+    hidden_size=2048,
+    n_layers=6,
+    n_heads=16,
+    n_kv_heads=8,
+    head_dim=128,
+    intermediate_size=5632,
+    vocab_size=32_000,
+    context_length=2048,
 )
 CEILING_BYTES = 0.9e9
 
@@ -53,11 +61,15 @@ def test_the_70b_models_graph_is_traced_placed_and_checked_without_a_weight(tmp_
 @pytest.mark.parametrize(("unit", "dtype"), [("model", "fp16"), ("model", "bf16"), ("stack", "fp32")])
 def test_validation_by_layer_passes_what_is_right_and_covers_every_piece(tiny_bundle, unit, dtype):
     lines: list[str] = []
-    section, comparisons = validate_bundle(tiny_bundle(unit, dtype), RandomWeights(TINY, 0), by_layer=True, say=lines.append)
+    section, comparisons = validate_bundle(
+        tiny_bundle(unit, dtype), RandomWeights(TINY, 0), by_layer=True, say=lines.append
+    )
     assert section["passed"] and section["through"].endswith("one at a time")
     pieces = {c.scenario.split(":")[0] for c in comparisons}
     assert pieces == {"layer 0", "layer 1", "layer 2", *(("embedding", "output head") if unit == "model" else ())}
-    assert "validate: layer 1 of 3" in lines[:2] and lines[-1] == ("validate: output head" if unit == "model" else "validate: layer 3 of 3")
+    assert "validate: layer 1 of 3" in lines[:2] and lines[-1] == (
+        "validate: output head" if unit == "model" else "validate: layer 3 of 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,12 +94,16 @@ def test_validation_by_layer_runs_the_graphs_own_nodes(tiny_bundle, tmp_path):
 
 
 def test_a_whole_that_does_not_fit_is_validated_by_layer_and_says_so(tiny_bundle, monkeypatch):
-    import exporter.export
+    import exporter.validation.bundle_validation
 
-    monkeypatch.setattr(exporter.export, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(exporter.validation.bundle_validation, "available_host_bytes", lambda: 1000)
     lines: list[str] = []
     section, _ = validate_bundle(tiny_bundle("model", "fp16"), RandomWeights(TINY, 0), say=lines.append)
-    assert section["passed"] and "its blocks" in section["through"] and "layer by layer, since the whole would need" in lines[0]
+    assert (
+        section["passed"]
+        and "its blocks" in section["through"]
+        and "layer by layer, since the whole would need" in lines[0]
+    )
 
 
 def test_a_component_has_no_layers(tiny_bundle):

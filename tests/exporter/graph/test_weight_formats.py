@@ -18,17 +18,20 @@ from engines.building.build import BuildRequest, build_bundle
 from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.interpreter.stepper import InterpreterStepper
 from engines.library.backend import choose_backend
-from exporter.__main__ import main
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import GRAPH_FILE, Manifest
+from exporter.commands.main import main
 from exporter.common.errors import BackendError, CheckpointError, InputError
 from exporter.costs.ledger import Ledger
-from exporter.export import ExportRequest, export_bundle, reference_weights, validate_bundle
-from exporter.graph.quantize import CLIPPINGS, is_quantized, pack, quantize, unpack
+from exporter.export import ExportRequest, export_bundle
+from exporter.graph.quantize import CLIPPINGS, pack, quantize, unpack
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import WEIGHT_FORMATS, Unit, WeightFormat
+from exporter.spec.unit import Unit
+from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat, is_quantized
+from exporter.validation.bundle_validation import validate_bundle
+from exporter.validation.validation_steppers import reference_weights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 
@@ -38,7 +41,9 @@ FORMATS = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 
 def export(folder, name: str, kind: str = "block", dtype: str = "fp32", config: ModelConfig = TINY, **more) -> Bundle:
     unit = Unit.parse(kind, config, more.pop("layers", None))
-    request = ExportRequest(config, unit, RandomWeights(config, 0), dtype, MAX_POSITIONS, weight_format=WeightFormat(name, 32), **more)
+    request = ExportRequest(
+        config, unit, RandomWeights(config, 0), dtype, MAX_POSITIONS, weight_format=WeightFormat(name, 32), **more
+    )
     return export_bundle(request, folder / f"{name}-{dtype}", validated=False)
 
 
@@ -50,7 +55,9 @@ def test_integers_of_the_format_are_kept_as_they_are(name):
     """A block that lies on the format's own grid comes back to the last bit."""
     weight_format = WeightFormat(name, 32)
     low, high = weight_format.range
-    grid = torch.linspace(low + weight_format.symmetric, high, 32).round()  # the least integer of a signed format has no opposite
+    grid = torch.linspace(
+        low + weight_format.symmetric, high, 32
+    ).round()  # the least integer of a signed format has no opposite
     zero_point = 0 if weight_format.symmetric else high // 2
     weight = ((grid - zero_point) * 0.25)[:, None]
     assert torch.equal(quantize(weight, weight_format, "fp32").dequantized(), weight)
@@ -74,7 +81,12 @@ def test_choosing_the_scale_never_costs_and_mostly_pays(monkeypatch):
     weight = torch.randn(128, 200, generator=torch.Generator().manual_seed(0))
 
     def errors() -> torch.Tensor:
-        return (quantize(weight, WeightFormat("int4", 32), "fp32").dequantized() - weight).reshape(4, 32, 200).square().sum(1)
+        return (
+            (quantize(weight, WeightFormat("int4", 32), "fp32").dequantized() - weight)
+            .reshape(4, 32, 200)
+            .square()
+            .sum(1)
+        )
 
     chosen = errors()
     monkeypatch.setitem(CLIPPINGS, "int4", (1.0,))
@@ -109,7 +121,9 @@ def test_four_bits_are_packed_as_onnx_reads_them(count, signed):
 
 
 @FORMATS
-@pytest.mark.parametrize(("kind", "dtype"), [("component:swiglu_mlp", "fp16"), ("block", "fp32"), ("model", "fp32"), ("model", "fp16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("component:swiglu_mlp", "fp16"), ("block", "fp32"), ("model", "fp32"), ("model", "fp16")]
+)
 def test_the_graph_equals_eager_over_the_rounded_weights_of_the_source(tmp_path, name, kind, dtype):
     """Rounded again from where they came from: wrong scales, a wrong layout or swapped halves of a byte would show."""
     bundle = export(tmp_path, name, kind, dtype)
@@ -137,12 +151,20 @@ def test_the_bundles_weights_are_the_sources_rounded(tmp_path, name, dtype):
     config = dataclasses.replace(TINY, tie_word_embeddings=True)
     bundle = export(tmp_path, name, "model", dtype, config)
     own, source = reference_weights(bundle), reference_weights(bundle, RandomWeights(config, 0))
-    names = ["embedding.weight", "lm_head.weight", "blocks.1.attention.k_proj.weight", "blocks.2.mlp.down_proj.weight", "norm.weight"]
+    names = [
+        "embedding.weight",
+        "lm_head.weight",
+        "blocks.1.attention.k_proj.weight",
+        "blocks.2.mlp.down_proj.weight",
+        "norm.weight",
+    ]
     for weight in names:
         assert torch.equal(own.read(weight), source.read(weight)), weight
     assert not torch.equal(own.read("lm_head.weight"), own.read("embedding.weight"))
     whole = own.read("blocks.2.mlp.down_proj.weight")
-    assert torch.equal(own.read("blocks.2.mlp.down_proj.weight", columns=slice(40, 90), rows=slice(3, 9)), whole[3:9, 40:90])
+    assert torch.equal(
+        own.read("blocks.2.mlp.down_proj.weight", columns=slice(40, 90), rows=slice(3, 9)), whole[3:9, 40:90]
+    )
 
 
 def test_only_projections_and_the_head_are_in_integers(tmp_path):
@@ -184,10 +206,14 @@ def test_every_operation_is_within_its_budget(tmp_path, name, dtype):
 
 @pytest.mark.parametrize(("name", "share"), [("int8", 0.75), ("int4", 0.5)])
 def test_an_engines_weights_stay_packed(tmp_path, name, share):
-    config = dataclasses.replace(TINY, hidden_size=1024, n_heads=16, n_kv_heads=16, head_dim=64, intermediate_size=4096, n_layers=1)
+    config = dataclasses.replace(
+        TINY, hidden_size=1024, n_heads=16, n_kv_heads=16, head_dim=64, intermediate_size=4096, n_layers=1
+    )
     bundle = export(tmp_path, name, dtype="fp16", config=config)
     record = build_bundle(bundle, choose_backend("tensorrt-rtx"), BuildRequest(cache_capacity=64))
-    assert record.size_bytes < share * 2 * Ledger.of(config).block_parameters  # bytes of the block at 16 bits, kernels beside them
+    assert (
+        record.size_bytes < share * 2 * Ledger.of(config).block_parameters
+    )  # bytes of the block at 16 bits, kernels beside them
 
 
 @pytest.mark.parametrize("name", ["uint8", "uint4"])
@@ -255,7 +281,9 @@ def test_the_command_line_wants_a_format_for_a_block_size(tmp_path, capsys):
 
 def test_weights_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     draw = RandomWeights._draw
-    monkeypatch.setattr(RandomWeights, "_draw", lambda self, name: draw(self, name) * (float("nan") if "up_proj" in name else 1))
+    monkeypatch.setattr(
+        RandomWeights, "_draw", lambda self, name: draw(self, name) * (float("nan") if "up_proj" in name else 1)
+    )
     with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.up_proj\.weight: 6144 of its values are inf or NaN"):
         export(tmp_path, "int8")
     assert not list(tmp_path.iterdir())

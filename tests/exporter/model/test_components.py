@@ -28,7 +28,9 @@ from exporter.spec.catalogue import ModelConfig, lookup
 from exporter.spec.rope import rotation_table
 
 
-def geometry(n_heads: int = 8, n_kv_heads: int = 2, head_dim: int = 4, hidden_size: int = 32, intermediate_size: int = 48) -> ModelConfig:
+def geometry(
+    n_heads: int = 8, n_kv_heads: int = 2, head_dim: int = 4, hidden_size: int = 32, intermediate_size: int = 48
+) -> ModelConfig:
     return ModelConfig(
         hidden_size=hidden_size, n_layers=1, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim,
         intermediate_size=intermediate_size, vocab_size=11, context_length=64,
@@ -158,7 +160,9 @@ def test_rms_norm_divides_by_the_root_mean_square_and_then_weighs():
     """mean(3², 4²) = 12.5; 3 / √12.5 = 0.848528, 4 / √12.5 = 1.131371; no mean is subtracted."""
     module = RMSNorm(2, 1e-5)
     module.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    torch.testing.assert_close(module(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.848528, 2.262742]]), atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        module(torch.tensor([[3.0, 4.0]])), torch.tensor([[0.848528, 2.262742]]), atol=2e-6, rtol=0
+    )
 
 
 def test_rms_norm_adds_eps_inside_the_root():
@@ -191,7 +195,9 @@ def test_zero_queries_average_the_visible_values():
 def test_an_upper_left_mask_would_give_other_means():
     """The same step with the mask of a step without past: the values 1.5 and 2.0 above are not a coincidence."""
     values = torch.arange(5.0).reshape(1, 1, 5, 1).expand(1, 2, 5, 4)
-    out = Attention(geometry())(torch.zeros(1, 8, 2, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 2, 5, dtype=torch.bool).tril())
+    out = Attention(geometry())(
+        torch.zeros(1, 8, 2, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 2, 5, dtype=torch.bool).tril()
+    )
     torch.testing.assert_close(out[0, 0, :, 0], torch.tensor([0.0, 0.5]))
 
 
@@ -226,7 +232,9 @@ def test_attention_equals_an_explicit_loop(n_kv_heads):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_query_that_sees_nothing_returns_zero_and_its_neighbour_is_unharmed(dtype):
-    queries, keys, values = (noise(1, heads, length, 4, seed=heads).to(dtype) for heads, length in ((8, 2), (2, 5), (2, 5)))
+    queries, keys, values = (
+        noise(1, heads, length, 4, seed=heads).to(dtype) for heads, length in ((8, 2), (2, 5), (2, 5))
+    )
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool)
     seeing = Attention(geometry())(queries, keys, values, mask)
     mask[:, :, 0] = False

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-import engines.__main__
-import exporter.__main__
-import exporter.placing.placing
-import runtime.__main__
+import engines.commands.main
+import exporter.commands.main
+import exporter.placing.folders
+import runtime.commands.main
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE, MANIFEST_FILE
 from exporter.common.errors import InputError
-from exporter.placing.placing import check_writable, new_folder, write_atomically
+from exporter.placing.files import check_writable, write_atomically
+from exporter.placing.folders import new_folder
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
 from tests.support.faulty_disks import NOBODY, Said, can_mount, mount_tmpfs, needs_root, remount, run_apart
@@ -87,13 +88,16 @@ def test_a_bundles_own_file_that_leads_out_of_it_is_not_written(tmp_path, bundle
     outside.write_text("{}")
     (bundle / name).unlink(missing_ok=True)
     (bundle / name).symlink_to(outside)
-    with pytest.raises(InputError, match=f"{name}: it is a link out of its folder, expected a file of the bundle's own; remove the link"):
+    with pytest.raises(
+        InputError,
+        match=f"{name}: it is a link out of its folder, expected a file of the bundle's own; remove the link",
+    ):
         check_writable(bundle / name, own=True)
     with pytest.raises(InputError, match="it is a link out of its folder"):
         write_atomically(bundle / name, "lost", own=True)
     assert outside.read_text() == "{}" and contents(tmp_path).keys() >= {"ours.json"}
     if name == "report.json":
-        assert exporter.__main__.main(["validate", str(bundle)]) == 2
+        assert exporter.commands.main.main(["validate", str(bundle)]) == 2
         assert outside.read_text() == "{}"
 
 
@@ -144,7 +148,7 @@ def test_files_of_another_programs_manifest_are_not_taken_for_a_bundles(tmp_path
 
 
 def test_what_is_put_into_a_folder_while_it_is_replaced_is_kept(tmp_path, bundle, component, monkeypatch):
-    exchange = exporter.placing.placing._exchange
+    exchange = exporter.placing.folders._exchange
     (bundle / "results").mkdir()
     (bundle / "results" / "first").write_text("1")
 
@@ -154,7 +158,7 @@ def test_what_is_put_into_a_folder_while_it_is_replaced_is_kept(tmp_path, bundle
         write_atomically(bundle / "results" / "first", "newer")
         exchange(first, second)
 
-    monkeypatch.setattr(exporter.placing.placing, "_exchange", late)
+    monkeypatch.setattr(exporter.placing.folders, "_exchange", late)
     fill(bundle, component)
     kept = {name: text for name, text in contents(bundle).items() if "/" in name or name.endswith(".txt")}
     assert kept == {"late.txt": b"late", "results/second": b"2", "results/first": b"newer"}
@@ -195,10 +199,19 @@ def as_nobody(body, tmp_path: Path) -> None:
 
 def commands_that_write(bundle: Path) -> list[Said]:
     return [
-        Said(exporter.__main__.main, "export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", bundle),
-        Said(exporter.__main__.main, "validate", bundle),
-        Said(engines.__main__.main, "build", bundle, "--backend", "tensorrt-rtx"),
-        Said(engines.__main__.main, "compare", bundle, "--html", bundle / "page.html"),
+        Said(
+            exporter.commands.main.main,
+            "export",
+            "--model",
+            "smollm2-135m",
+            "--unit",
+            "component:rms_norm",
+            "-o",
+            bundle,
+        ),
+        Said(exporter.commands.main.main, "validate", bundle),
+        Said(engines.commands.main.main, "build", bundle, "--backend", "tensorrt-rtx"),
+        Said(engines.commands.main.main, "compare", bundle, "--html", bundle / "page.html"),
     ]
 
 
@@ -209,9 +222,14 @@ def check_only_read(bundle: Path) -> None:
         assert said.code == 2
         assert str(bundle) in said.error
         assert len(said.lines) <= 2, said.lines  # not after work that says what it does
-    assert Said(exporter.__main__.main, "verify", bundle).code == 0
-    assert Said(exporter.__main__.main, "validate", "--no-report", bundle).code == 0
-    assert Said(runtime.__main__.main, "decode", bundle, "--prompt-len", "4", "--steps", "2", "--cache-capacity", "16").code == 0
+    assert Said(exporter.commands.main.main, "verify", bundle).code == 0
+    assert Said(exporter.commands.main.main, "validate", "--no-report", bundle).code == 0
+    assert (
+        Said(
+            runtime.commands.main.main, "decode", bundle, "--prompt-len", "4", "--steps", "2", "--cache-capacity", "16"
+        ).code
+        == 0
+    )
     assert contents(bundle.parent) == before
 
 
@@ -240,7 +258,13 @@ def test_a_parent_that_this_user_may_not_write_is_refused_before_the_export(tmp_
 
 @needs_root
 @pytest.mark.parametrize(
-    "what", ["a read-only bundle", "a read-only folder in it", "another user's where all may write", "another user's in a sticky folder"]
+    "what",
+    [
+        "a read-only bundle",
+        "a read-only folder in it",
+        "another user's where all may write",
+        "another user's in a sticky folder",
+    ],
 )
 def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tmp_path, shared, bundle, what):
     target = Path(shutil.copytree(bundle, shared / "bundle"))
@@ -250,7 +274,9 @@ def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tm
     shared.chmod(0o1777 if "sticky" in what else 0o777)
     target.chmod(0o555 if what == "a read-only bundle" else 0o777 if "sticky" in what else 0o755)
     (target / "results").chmod(0o555 if "folder in it" in what else 0o777)
-    as_nobody(lambda: refused(target, "belongs to another user" if "sticky" in what else "read-only for this user"), tmp_path)
+    as_nobody(
+        lambda: refused(target, "belongs to another user" if "sticky" in what else "read-only for this user"), tmp_path
+    )
     assert [path.name for path in shared.iterdir()] == ["bundle"]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from exporter.__main__ import main
+from exporter.commands.main import main
 from tests.conftest import ROOT, TINY
 from tests.support.bundle_folders import IDENTITY_FILES, contents
 from tests.support.checkpoint_folders import write_huggingface
@@ -25,7 +25,7 @@ EXPORTS = {
 USER, HOST, YEAR, SECONDS = "planteduser", "planted-host", "2033", "2000000000"  # 2033-05-18 in UTC
 ELSEWHERE = f"""
 import json, os, socket, sys, time
-from exporter.__main__ import main
+from exporter.commands.main import main
 time.time = lambda: {SECONDS}.25
 time.time_ns = lambda: {SECONDS}_250_000_000
 socket.gethostname = lambda: "{HOST}"
@@ -72,7 +72,16 @@ def test_another_process_elsewhere_at_another_time_exports_the_same_bytes(export
 
 def test_no_place_person_host_or_time_is_in_them(exported):
     here, away = exported
-    names = [str(here), str(away), str(ROOT), os.path.expanduser("~"), USER, HOST, socket.gethostname(), str(Path(sys.prefix).resolve())]
+    names = [
+        str(here),
+        str(away),
+        str(ROOT),
+        os.path.expanduser("~"),
+        USER,
+        HOST,
+        socket.gethostname(),
+        str(Path(sys.prefix).resolve()),
+    ]
     places = [part for name in names for part in (name, name.lstrip("/")) if len(part) >= 6]
     assert len(places) >= 10
     for name, content in identity(away).items():

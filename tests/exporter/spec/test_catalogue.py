@@ -9,7 +9,8 @@ import pytest
 
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, RopeScaling, WidthRule, lookup
-from exporter.spec.contract import COMPONENTS, Unit, check_cache_capacity, check_max_positions
+from exporter.spec.limits import check_cache_capacity, check_max_positions
+from exporter.spec.unit import COMPONENTS, Unit
 
 SMALL = {
     "hidden_size": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16,
@@ -43,7 +44,9 @@ def test_the_catalogue_holds_these_models_and_no_other():
 
 @pytest.mark.parametrize("name", TABLE)
 def test_every_column_of_the_catalogue(name):
-    dim, layers, heads, kv_heads, multiplier, multiple_of, theta, factor, context, vocabulary, tied, head_dim, width = TABLE[name]
+    dim, layers, heads, kv_heads, multiplier, multiple_of, theta, factor, context, vocabulary, tied, head_dim, width = (
+        TABLE[name]
+    )
     assert lookup(name) == ModelConfig(
         hidden_size=dim,
         n_layers=layers,
@@ -54,14 +57,18 @@ def test_every_column_of_the_catalogue(name):
         vocab_size=vocabulary,
         context_length=context,
         rope_theta=theta,
-        rope_scaling=factor and RopeScaling(factor, low_freq_factor=1, high_freq_factor=4, original_context_length=8_192),
+        rope_scaling=factor
+        and RopeScaling(factor, low_freq_factor=1, high_freq_factor=4, original_context_length=8_192),
         norm_eps=1e-5,
         tie_word_embeddings=tied,
     )
     assert WIDTH_RULES[name] == WidthRule(multiplier, multiple_of)
 
 
-@pytest.mark.parametrize(("name", "n_rep"), [("llama3-8b", 4), ("llama3-70b", 8), ("llama3.1-405b", 16), ("llama3.2-3b", 3), ("smollm2-135m", 3)])
+@pytest.mark.parametrize(
+    ("name", "n_rep"),
+    [("llama3-8b", 4), ("llama3-70b", 8), ("llama3.1-405b", 16), ("llama3.2-3b", 3), ("smollm2-135m", 3)],
+)
 def test_query_heads_per_kv_head(name, n_rep):
     assert lookup(name).n_rep == n_rep
 
@@ -227,7 +234,12 @@ def test_a_unit_is_read_as_the_user_writes_it(text, layers, logits, unit):
         ("layer", None, "last", "unit: got 'layer', expected block, stack, model"),
         ("", None, "last", "unit: got ''"),
         ("block:attention", None, "last", "unit: got 'block:attention'"),
-        ("component", None, "last", "expected one of prepare_qkv, repeat_kv, attention, merge_project, swiglu_mlp, rms_norm"),
+        (
+            "component",
+            None,
+            "last",
+            "expected one of prepare_qkv, repeat_kv, attention, merge_project, swiglu_mlp, rms_norm",
+        ),
         ("component:mlp", None, "last", "component: got 'mlp', expected one of prepare_qkv"),
         ("block", "2", "last", "expected one layer such as 0:1"),
         ("component:attention", "1:3", "last", "expected one layer such as 1:2"),
@@ -315,6 +327,8 @@ def test_a_capacity_beyond_the_positions_is_refused_with_both_numbers():
 
 
 def test_a_capacity_that_rounds_past_the_positions_names_the_largest_that_fits():
-    with pytest.raises(InputError, match=r"got 61, 64 once rounded up to a multiple of 4, expected at most 62.* ask for at most 60 "):
+    with pytest.raises(
+        InputError, match=r"got 61, 64 once rounded up to a multiple of 4, expected at most 62.* ask for at most 60 "
+    ):
         check_cache_capacity(61, small(), "fp16", 62)
     assert check_cache_capacity(60, small(), "fp16", 62) == 60

@@ -12,7 +12,16 @@ from exporter.model.block import rotate
 from exporter.spec.catalogue import CATALOGUE, ModelConfig, RopeScaling, lookup
 from exporter.spec.rope import frequencies, rotation_table
 
-SMALL = ModelConfig(hidden_size=32, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, intermediate_size=48, vocab_size=11, context_length=64)
+SMALL = ModelConfig(
+    hidden_size=32,
+    n_layers=1,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=11,
+    context_length=64,
+)
 
 
 def table_of(config: ModelConfig, max_positions: int) -> Tensor:
@@ -198,5 +207,7 @@ def test_reordered_weights_give_the_scores_of_half_split_ones():
         return turn(x @ q_weight.T, R) @ turn(x @ k_weight.T, R).transpose(-2, -1)
 
     right = scores(rotate_half_split, q_weight, k_weight)
-    torch.testing.assert_close(scores(rotate, adjacent_pairs(q_weight, 8), adjacent_pairs(k_weight, 8)), right, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        scores(rotate, adjacent_pairs(q_weight, 8), adjacent_pairs(k_weight, 8)), right, atol=1e-4, rtol=1e-4
+    )
     assert (scores(rotate, q_weight, k_weight) - right).abs().max() > 0.1

@@ -54,7 +54,9 @@ def test_logits_equal_transformers_at_prefill_and_decode(session, oracle, length
 def test_32_greedy_tokens_equal_transformers(session, oracle, tokenizer, prompt):
     ids = tokenizer.encode(prompt).ids
     with torch.inference_mode():
-        expected = oracle.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=[], pad_token_id=0)[0, len(ids) :]
+        expected = oracle.generate(
+            torch.tensor([ids]), max_new_tokens=32, do_sample=False, eos_token_id=[], pad_token_id=0
+        )[0, len(ids) :]
     session.reset()
     logits, got = session.prefill(np.array([ids])), []
     for _ in range(32):

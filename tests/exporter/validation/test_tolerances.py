@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from exporter.validation.tolerances import (
     AGREEMENT,
     OPERATIONS,
@@ -18,7 +18,12 @@ from exporter.validation.tolerances import (
     tolerance,
 )
 
-ROWS = [(stage, dtype, kind) for stage, dtypes in OUTPUTS.items() for dtype, (allowed, _) in dtypes.items() for kind in allowed]
+ROWS = [
+    (stage, dtype, kind)
+    for stage, dtypes in OUTPUTS.items()
+    for dtype, (allowed, _) in dtypes.items()
+    for kind in allowed
+]
 
 
 @pytest.mark.parametrize(("stage", "dtype", "kind"), ROWS)
@@ -49,7 +54,10 @@ def test_scenarios_of_the_ledger_are_those_that_run():
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_every_operation_was_measured_within_its_budget_and_not_far_below(backend, dtype):
     measured = measured_operation_errors()[backend][dtype]
-    names = {operation_kind(name): name for name in ("keys", "norm", "q_proj", "rope_q", "scores", "heads", "silu", "product", "residual")}
+    names = {
+        operation_kind(name): name
+        for name in ("keys", "norm", "q_proj", "rope_q", "scores", "heads", "silu", "product", "residual")
+    }
     assert set(measured) == set(names) == set(OPERATIONS)
     for kind, errors in measured.items():
         budget = operation_budget(names[kind], dtype, backend)
@@ -62,14 +70,20 @@ def test_every_operation_was_measured_within_its_budget_and_not_far_below(backen
 def test_the_order_of_backends_and_the_kind_of_tensorrt_do_not_matter():
     unit = Unit("block")
     assert tolerance(("interpreter", "eager"), unit, "fp16") == tolerance(("eager", "tensorrt"), unit, "fp16")
-    assert tolerance(("interpreter", "onnxruntime"), unit, "fp16") == tolerance(("onnxruntime", "tensorrt"), unit, "fp16")
+    assert tolerance(("interpreter", "onnxruntime"), unit, "fp16") == tolerance(
+        ("onnxruntime", "tensorrt"), unit, "fp16"
+    )
 
 
 def test_the_agreement_floors_stand_beside_the_record():
     from benchmarks.own.token_agreement import RECORD
 
     rows = json.loads(RECORD.read_text())["rows"]
-    assert {(row["dtype"], row["backend"]) for row in rows} >= {("fp32", "onnxruntime"), ("fp16", "onnxruntime"), ("bf16", "interpreter")}
+    assert {(row["dtype"], row["backend"]) for row in rows} >= {
+        ("fp32", "onnxruntime"),
+        ("fp16", "onnxruntime"),
+        ("bf16", "interpreter"),
+    }
     for dtype, floor in AGREEMENT.items():
         of_dtype = [row for row in rows if row["dtype"] == dtype]
         worst = (min(row["top1"] for row in of_dtype), max(row["largest_kl"] for row in of_dtype))

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from exporter.common.errors import CheckFailed
-from exporter.export import ExportRequest, export_bundle, validate_bundle
+from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Stepper
-from exporter.validation.comparison import CACHE_ROWS, compare, compare_tensor, judge_by_control, record, summarize
+from exporter.validation.bundle_validation import validate_bundle
+from exporter.validation.comparison import compare, compare_tensor, summarize
+from exporter.validation.control import judge_by_control
+from exporter.validation.recording import CACHE_ROWS, record
 from exporter.validation.scenarios import cache_scenarios
 from exporter.validation.tolerances import CONTROL_FACTOR, tolerance
 from tests.conftest import MAX_POSITIONS, TINY
@@ -77,7 +80,9 @@ def recorded(stepper: Stepper):
     return record(TINY, UNIT, MAX_POSITIONS, stepper, stepper.contract)
 
 
-@pytest.mark.parametrize("damage", [scaled, one_nan, one_wrong_row, renamed, other_dtype, other_shape, shifted_cache_row])
+@pytest.mark.parametrize(
+    "damage", [scaled, one_nan, one_wrong_row, renamed, other_dtype, other_shape, shifted_cache_row]
+)
 def test_a_planted_fault_fails_with_and_without_a_control(damage):
     reference = recorded(eager())
     comparisons = compare(reference, recorded(Faulty(damage)), FLOAT32)
@@ -138,7 +143,13 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
     make = exporter.graph.weight_writer._piece
 
     def damaged(stored, read, buffers):
-        return make(stored, (lambda: {name: run * 1.1 for name, run in read().items()}) if stored.name.endswith("up_proj.weight") else read, buffers)
+        return make(
+            stored,
+            (lambda: {name: run * 1.1 for name, run in read().items()})
+            if stored.name.endswith("up_proj.weight")
+            else read,
+            buffers,
+        )
 
     monkeypatch.setattr(exporter.graph.weight_writer, "_piece", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
@@ -149,7 +160,16 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
-    "unit", ["block", "stack", "model", "component:prepare_qkv", "component:repeat_kv", "component:attention", "component:swiglu_mlp"]
+    "unit",
+    [
+        "block",
+        "stack",
+        "model",
+        "component:prepare_qkv",
+        "component:repeat_kv",
+        "component:attention",
+        "component:swiglu_mlp",
+    ],
 )
 def test_every_unit_agrees_with_eager_over_several_seeds(tiny_bundle, unit, dtype):
     bundle = tiny_bundle(unit, dtype)

@@ -14,14 +14,14 @@ from engines.building.build import BuildRequest, build_parts
 from engines.library.backend import choose_backend
 from engines.library.gpu import Gpu
 from engines.running.tensorrt_parts import find_engines
-from exporter.__main__ import main
 from exporter.bundle.bundle import ENGINES_FILE, REPORT_FILE, Bundle, sha256_of
 from exporter.bundle.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE
+from exporter.commands.main import main
 from exporter.common.errors import BundleError
 from exporter.validation.verify import verify_bundle
 from runtime import DecodeSession
-from runtime.__main__ import main as runtime
 from runtime.backends import open_stepper
+from runtime.commands.main import main as runtime
 from tests.conftest import TINY
 from tests.support.planted_faults import doctored
 
@@ -86,7 +86,11 @@ def test_a_whole_bundle_passes_and_its_document_names_every_file(originals, caps
     document = json.loads(capsys.readouterr().out)
     assert document["passed"] and document["problems"] == document["other_files"] == []
     of_part = (GRAPH_FILE, DATA_FILE, ENGINES_FILE, ENGINE, FIXED_GRAPH)
-    assert set(document["files"]) == {MANIFEST_FILE, REPORT_FILE, *(f"part{index}/{name}" for index in (0, 1) for name in of_part)}
+    assert set(document["files"]) == {
+        MANIFEST_FILE,
+        REPORT_FILE,
+        *(f"part{index}/{name}" for index in (0, 1) for name in of_part),
+    }
     assert [engine["file"] for engine in document["engines"]] == [f"part0/{ENGINE}", f"part1/{ENGINE}"]
     assert document["written_by"].startswith("blockline ") and document["validation_passed"] is None
     assert document["versions"]["onnx"] == onnx.__version__
@@ -116,7 +120,11 @@ def test_everything_that_is_wrong_is_said_at_once_and_exits_2(parts, capsys):
     (parts / REPORT_FILE).write_text("[]")
     assert main(["verify", str(parts), "--format", "json"]) == 2
     captured = capsys.readouterr()
-    found = {problem["file"]: problem["problem"] for problem in json.loads(captured.out)["problems"] if problem["kind"] == "damage"}
+    found = {
+        problem["file"]: problem["problem"]
+        for problem in json.loads(captured.out)["problems"]
+        if problem["kind"] == "damage"
+    }
     assert "4,096 bytes, expected" in found[f"part0/{DATA_FILE}"]
     assert "is missing" in found[f"part1/{GRAPH_FILE}"]
     assert "another SHA-256" in found[f"part1/{ENGINE}"]
@@ -130,7 +138,9 @@ def test_an_unreadable_manifest_is_the_one_problem_of_the_document(growing, caps
     (growing / MANIFEST_FILE).write_text("{")
     assert main(["verify", str(growing), "--format", "json"]) == 2
     document = json.loads(capsys.readouterr().out)
-    assert [problem["file"] for problem in document["problems"]] == [MANIFEST_FILE] and "not JSON" in document["problems"][0]["problem"]
+    assert [problem["file"] for problem in document["problems"]] == [MANIFEST_FILE] and "not JSON" in document[
+        "problems"
+    ][0]["problem"]
 
 
 def test_a_graph_that_is_no_onnx_is_named(growing):
@@ -164,7 +174,9 @@ def _foreign_domain(model: onnx.ModelProto) -> None:
 
 def _part_a_cache_pair(model: onnx.ModelProto) -> None:
     scatter = next(node for node in model.graph.node if node.op_type == "TensorScatter")
-    scatter.input[0] = next(node for node in model.graph.node if node.op_type == "TensorScatter" and node is not scatter).input[0]
+    scatter.input[0] = next(
+        node for node in model.graph.node if node.op_type == "TensorScatter" and node is not scatter
+    ).input[0]
 
 
 def _move_weight(model: onnx.ModelProto) -> None:
@@ -205,15 +217,23 @@ def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
     change(parts / "part1" / ENGINES_FILE, lambda data: data["engines"][0]["lineage"].update({DATA_FILE: "0" * 64}))
     ((name, (said,)),) = problems(parts).items()
     assert name == f"part1/{ENGINE}"
-    assert f"it came from another {DATA_FILE} (SHA-256 000000000000…, the bundle's is {lineage[DATA_FILE][:12]}…)" in said
+    assert (
+        f"it came from another {DATA_FILE} (SHA-256 000000000000…, the bundle's is {lineage[DATA_FILE][:12]}…)" in said
+    )
 
 
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (lambda record: record["dtypes"].update(hidden_states_out="fp32"), "other tensors or dtypes than the bundle at hidden_states_out"),
+        (
+            lambda record: record["dtypes"].update(hidden_states_out="fp32"),
+            "other tensors or dtypes than the bundle at hidden_states_out",
+        ),
         (lambda record: record.update(cache_capacity=None), "cache_capacity None for a stack"),
-        (lambda record: record.update(cache_capacity=65), "cache_capacity 65 for a stack of layers 0:1 of 64 positions"),
+        (
+            lambda record: record.update(cache_capacity=65),
+            "cache_capacity 65 for a stack of layers 0:1 of 64 positions",
+        ),
         (lambda record: record.update(size_bytes=7), "bytes, expected 7"),
     ],
 )
@@ -266,7 +286,11 @@ def test_settings_of_another_model_are_named_by_key(growing):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [("{", "it is not JSON"), ("{}", "it is no tokenizer"), (json.dumps(_tokenizer(102)), "its largest token is 101, expected one below")],
+    [
+        ("{", "it is not JSON"),
+        ("{}", "it is no tokenizer"),
+        (json.dumps(_tokenizer(102)), "its largest token is 101, expected one below"),
+    ],
     ids=["cut", "empty", "too large"],
 )
 def test_a_tokenizer_that_is_none_or_another_models_is_named(growing, content, said):
@@ -300,7 +324,9 @@ def flip_byte(path: Path) -> None:
 def test_opening_names_every_damaged_file_at_once(parts):
     os.truncate(parts / "part0" / DATA_FILE, 4096)
     (parts / "part1" / GRAPH_FILE).unlink()
-    with pytest.raises(BundleError, match=r"2 problems:\n  part0/model\.onnx\.data has 4,096 bytes.*\n  part1/model\.onnx is missing"):
+    with pytest.raises(
+        BundleError, match=r"2 problems:\n  part0/model\.onnx\.data has 4,096 bytes.*\n  part1/model\.onnx is missing"
+    ):
         Bundle.open(parts)
 
 
@@ -317,7 +343,7 @@ def test_changed_weights_are_refused_where_a_full_check_is_asked_for(parts, caps
 
 
 def test_a_changed_engine_is_refused_where_a_full_check_is_asked_for(parts, monkeypatch):
-    monkeypatch.setattr("engines.running.tensorrt_stepper.visible_gpus", lambda: [Gpu("NVIDIA Test 9000", "8.9")])
+    monkeypatch.setattr("engines.running.choose_engine.visible_gpus", lambda: [Gpu("NVIDIA Test 9000", "8.9")])
     bundle = Bundle.open(parts)
     assert [record.file for record in find_engines(bundle, None, "full")] == [ENGINE, ENGINE]
     flip_byte(parts / "part1" / ENGINE)

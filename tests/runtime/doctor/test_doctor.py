@@ -15,7 +15,7 @@ import runtime.doctor.probe
 from engines.library.gpu import Gpu
 from exporter import export
 from exporter.bundle.bundle import Bundle
-from runtime.__main__ import main
+from runtime.commands.main import main
 from runtime.doctor.examine import gpu_finding, machine_findings, probe_findings
 from runtime.doctor.findings import FACT, FAILED, GOOD, Finding
 from runtime.doctor.installed import conflict_findings, driver_problem, requirements, version_findings
@@ -35,14 +35,26 @@ def test_what_the_project_is_tested_with_works_and_nothing_of_the_environment_is
     document = json.loads(captured.out)
     states = {finding["name"]: finding["state"] for finding in document["findings"]}
     assert [name for name in PROBES if name not in states] == []
-    working = ("python", "torch", "export", "decode: eager", "decode: onnxruntime CPU", "decode: interpreter", "build: tensorrt-rtx")
+    working = (
+        "python",
+        "torch",
+        "export",
+        "decode: eager",
+        "decode: onnxruntime CPU",
+        "decode: interpreter",
+        "build: tensorrt-rtx",
+    )
     assert {name: states[name] for name in working} == dict.fromkeys(working, GOOD)
     assert document["passed"] == (FAILED not in states.values()) == (code == 0)
     assert "s3cret" not in captured.out + captured.err and "PLANTED_TOKEN" not in captured.out + captured.err
 
 
 def test_a_failure_exits_1_and_its_fix_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(runtime.doctor.examine, "examine", lambda: iter([Finding("a", GOOD, "1"), Finding("b", FAILED, "[broken]", "mend b")]))
+    monkeypatch.setattr(
+        runtime.doctor.examine,
+        "examine",
+        lambda: iter([Finding("a", GOOD, "1"), Finding("b", FAILED, "[broken]", "mend b")]),
+    )
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and "b: [broken]; to mend it: mend b" in captured.err
@@ -69,7 +81,9 @@ def test_a_package_that_fails_to_import_is_a_finding_and_so_is_what_needs_it(pla
     plant("onnxruntime", "raise ImportError('libcudart.so.99: cannot open shared object file')")
     names = ("import onnxruntime", "export", "decode: eager", "onnxruntime: other providers")
     found = list(probe_findings(names))
-    assert [(finding.name, finding.state) for finding in found] == list(zip(names, (FAILED, FAILED, FACT, FAILED), strict=True))
+    assert [(finding.name, finding.state) for finding in found] == list(
+        zip(names, (FAILED, FAILED, FACT, FAILED), strict=True)
+    )
     assert "ImportError: libcudart.so.99" in found[0].detail and "pip install" in found[0].fix
     assert "not tried: the export failed" in found[2].detail
 
@@ -108,7 +122,9 @@ def test_a_backend_that_computes_something_else_is_a_finding(block, monkeypatch)
 
     assert probe("decode: onnxruntime CPU", block).state == GOOD
     run = OnnxruntimeStepper.run
-    monkeypatch.setattr(OnnxruntimeStepper, "run", lambda *a, **k: {name: (x * 1.1).astype(x.dtype) for name, x in run(*a, **k).items()})
+    monkeypatch.setattr(
+        OnnxruntimeStepper, "run", lambda *a, **k: {name: (x * 1.1).astype(x.dtype) for name, x in run(*a, **k).items()}
+    )
     finding = probe("decode: onnxruntime CPU", block)
     assert finding.state == FAILED and "differ from the eager definition" in finding.detail
     monkeypatch.setattr(runtime.doctor.probe, "decode", lambda session: np.full((2, 8, 64), np.nan))
@@ -116,9 +132,13 @@ def test_a_backend_that_computes_something_else_is_a_finding(block, monkeypatch)
 
 
 def test_a_provider_of_this_build_that_does_not_start_on_a_gpu_is_a_finding(block, monkeypatch):
-    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(
+        "onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    )
     monkeypatch.setattr(runtime.doctor.probe, "visible_gpus", list)
-    assert probe("decode: onnxruntime CUDA", block) == Finding("decode: onnxruntime CUDA", FACT, "in this build of onnxruntime; no GPU is visible")
+    assert probe("decode: onnxruntime CUDA", block) == Finding(
+        "decode: onnxruntime CUDA", FACT, "in this build of onnxruntime; no GPU is visible"
+    )
     monkeypatch.setattr(runtime.doctor.probe, "visible_gpus", lambda: [H200])
     monkeypatch.setattr("onnxruntime.InferenceSession.get_providers", lambda self: ["CPUExecutionProvider"])
     finding = probe("decode: onnxruntime CUDA", block)
@@ -128,7 +148,9 @@ def test_a_provider_of_this_build_that_does_not_start_on_a_gpu_is_a_finding(bloc
 def test_tensorrt_rtx_is_not_run_on_a_gpu_that_it_is_not_for(block, monkeypatch):
     monkeypatch.setattr(runtime.doctor.probe, "visible_gpus", lambda: [H200])
     finding = probe("decode: tensorrt-rtx", block)
-    assert finding.state == FACT and "for RTX GPUs, this is NVIDIA Test H200 with compute capability 9.0" in finding.detail
+    assert (
+        finding.state == FACT and "for RTX GPUs, this is NVIDIA Test H200 with compute capability 9.0" in finding.detail
+    )
 
 
 def test_a_torch_for_a_newer_cuda_than_the_driver_knows_is_a_finding(monkeypatch, tmp_path):
@@ -151,7 +173,11 @@ def install(monkeypatch):
     real = runtime.doctor.installed.installed_version
 
     def pretend(**versions: str | None) -> None:
-        monkeypatch.setattr(runtime.doctor.installed, "installed_version", lambda name: versions[name] if name in versions else real(name))
+        monkeypatch.setattr(
+            runtime.doctor.installed,
+            "installed_version",
+            lambda name: versions[name] if name in versions else real(name),
+        )
 
     return pretend
 
@@ -163,7 +189,9 @@ def findings_of(found, name: str) -> list[Finding]:
 def test_versions_that_are_missing_or_out_of_range_have_a_fix(install):
     install(onnx="1.20.0", safetensors=None, transformers="6.1", gguf=None)
     found = list(version_findings())
-    (onnx,), (safetensors,), (transformers,), (gguf,) = (findings_of(found, name) for name in ("onnx", "safetensors", "transformers", "gguf"))
+    (onnx,), (safetensors,), (transformers,), (gguf,) = (
+        findings_of(found, name) for name in ("onnx", "safetensors", "transformers", "gguf")
+    )
     assert (onnx.state, onnx.detail) == (FAILED, "1.20.0, expected >=1.23")
     assert safetensors.state == FAILED and safetensors.fix == "pip install 'blockline'"
     assert transformers.state == FAILED and transformers.fix == "pip install 'blockline[smollm2]'"
@@ -178,12 +206,18 @@ def test_another_onnxruntime_may_stand_in_place_of_the_one_asked_for(install):
 
 def test_another_python_is_a_failure(monkeypatch):
     monkeypatch.setattr("platform.python_version", lambda: "3.13.1")
-    assert next(version_findings()) == Finding("python", FAILED, "3.13.1, expected >=3.11,<3.12", "use a Python >=3.11,<3.12")
+    assert next(version_findings()) == Finding(
+        "python", FAILED, "3.13.1, expected >=3.11,<3.12", "use a Python >=3.11,<3.12"
+    )
 
 
 def test_requirements_are_the_same_from_sources_and_from_metadata(monkeypatch):
     python, wanted = requirements()
-    lines = [f'{requirement}; extra == "{extra}"' if extra else str(requirement) for requirement, extras in wanted.values() for extra in extras]
+    lines = [
+        f'{requirement}; extra == "{extra}"' if extra else str(requirement)
+        for requirement, extras in wanted.values()
+        for extra in extras
+    ]
     metadata = importlib.metadata.metadata("numpy")
     del metadata["Provides-Extra"], metadata["Requires-Python"]
     metadata["Requires-Python"] = python
@@ -191,9 +225,13 @@ def test_requirements_are_the_same_from_sources_and_from_metadata(monkeypatch):
         metadata["Provides-Extra"] = extra
     monkeypatch.setattr(runtime.doctor.installed, "_from_sources", lambda: None)
     monkeypatch.setattr("importlib.metadata.metadata", lambda name: metadata)
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: [line.replace("; python", " ; python") for line in lines])
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda name: [line.replace("; python", " ; python") for line in lines]
+    )
     assert requirements()[0] == python
-    assert {key: sorted(extras) for key, (_, extras) in requirements()[1].items()} == {key: sorted(extras) for key, (_, extras) in wanted.items()}
+    assert {key: sorted(extras) for key, (_, extras) in requirements()[1].items()} == {
+        key: sorted(extras) for key, (_, extras) in wanted.items()
+    }
 
 
 # --- what does not go together -------------------------------------------------------------------------------------------
@@ -235,7 +273,9 @@ def test_too_little_room_is_a_failure_with_both_numbers(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 2**20}))
     monkeypatch.setattr(runtime.doctor.examine, "available_host_bytes", lambda: 2**29)
     disk, temporary, memory = (finding for finding in machine_findings(tmp_path) if finding.name != "GPU")
-    assert {disk.state, temporary.state, memory.state} == {FAILED} and all(finding.fix for finding in (disk, temporary, memory))
+    assert {disk.state, temporary.state, memory.state} == {FAILED} and all(
+        finding.fix for finding in (disk, temporary, memory)
+    )
     assert "0.5 GiB free, 1.5 needed" in memory.detail and "0.0 GiB free, 1.1 needed" in disk.detail
     assert runtime.doctor.examine.MEMORY_BYTES_PER_PARAMETER == 4 * export.VALIDATION_COPIES
 

@@ -17,7 +17,9 @@ FREE = "runtime.backends.available_host_bytes"
 
 
 def manifest_with(bundle: Bundle, weights_bytes: int):
-    return dataclasses.replace(bundle.manifest, files=bundle.manifest.files | {DATA_FILE: {"size_bytes": weights_bytes}})
+    return dataclasses.replace(
+        bundle.manifest, files=bundle.manifest.files | {DATA_FILE: {"size_bytes": weights_bytes}}
+    )
 
 
 def test_the_plan_of_a_tiny_model_is_what_it_comes_to_by_hand(tiny_bundle):
@@ -35,10 +37,15 @@ def test_a_block_caches_one_layer_and_makes_no_logits(tiny_bundle):
 
 def test_a_long_cache_is_not_taken_for_a_long_step(tiny_bundle):
     manifest = tiny_bundle("block").manifest
-    assert plan_memory(manifest, "eager", 1, 4096).activations_bytes == plan_memory(manifest, "eager", 1, 512).activations_bytes
+    assert (
+        plan_memory(manifest, "eager", 1, 4096).activations_bytes
+        == plan_memory(manifest, "eager", 1, 512).activations_bytes
+    )
 
 
-@pytest.mark.parametrize(("dtype", "backend", "copies"), [("fp16", "onnxruntime", 3), ("fp32", "onnxruntime", 2), ("fp32", "eager", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "backend", "copies"), [("fp16", "onnxruntime", 3), ("fp32", "onnxruntime", 2), ("fp32", "eager", 1)]
+)
 def test_the_copies_of_the_weights_that_a_backend_makes_are_counted(tiny_bundle, dtype, backend, copies):
     assert plan_memory(manifest_with(tiny_bundle("block", dtype), 1000), backend, 1, 64).weights_bytes == copies * 1000
 
@@ -65,14 +72,26 @@ def proposal(error: pytest.ExceptionInfo) -> tuple[int, int]:
 def test_a_session_that_does_not_fit_is_refused_before_anything_is_allocated(tiny_bundle, monkeypatch):
     bundle = tiny_bundle("model")
     opened = []
-    monkeypatch.setattr("exporter.steppers.onnxruntime_stepper.OnnxruntimeStepper.from_bundle", lambda *args: opened.append(args))
+    monkeypatch.setattr(
+        "exporter.steppers.onnxruntime_stepper.OnnxruntimeStepper.from_bundle", lambda *args: opened.append(args)
+    )
     monkeypatch.setattr(FREE, lambda: plan_memory(bundle.manifest, "onnxruntime", 4, 64).total_bytes - 1)
-    with pytest.raises(InputError, match=r"memory: the session needs .* GiB is free; nothing was allocated; 4 sequences would fit"):
+    with pytest.raises(
+        InputError, match=r"memory: the session needs .* GiB is free; nothing was allocated; 4 sequences would fit"
+    ):
         on_onnxruntime(bundle, max_batch=4, cache_capacity=64)
     assert opened == []
 
 
-SHORTAGES = [(100, 0.5), (100, 0.63), (100, 0.83), (100, 0.97), (4, 0.5), (4, 0.8), (2, 0.3)]  # sequences of 64; the share of the cache that is free
+SHORTAGES = [
+    (100, 0.5),
+    (100, 0.63),
+    (100, 0.83),
+    (100, 0.97),
+    (4, 0.5),
+    (4, 0.8),
+    (2, 0.3),
+]  # sequences of 64; the share of the cache that is free
 
 
 @pytest.mark.parametrize(("batch", "share"), SHORTAGES)
@@ -96,7 +115,11 @@ def test_what_a_refusal_proposes_is_the_largest_that_fits(tiny_bundle, batch, sh
     manifest = tiny_bundle("model").manifest
     plan = plan_memory(manifest, "onnxruntime", batch, 64)
     free = plan.total_bytes - plan.cache_bytes + int(plan.cache_bytes * share)
-    fits = [capacity for capacity in range(2, 65, 2) if plan_memory(manifest, "onnxruntime", batch, capacity).total_bytes <= free]
+    fits = [
+        capacity
+        for capacity in range(2, 65, 2)
+        if plan_memory(manifest, "onnxruntime", batch, capacity).total_bytes <= free
+    ]
     batches = [n for n in range(1, batch + 1) if plan_memory(manifest, "onnxruntime", n, 64).total_bytes <= free]
     with pytest.raises(InputError, match="would fit") as refusal:
         plan.check(free)

@@ -163,5 +163,7 @@ def test_every_padded_plan_takes_as_few_runs_as_any_way_of_cutting():
 
 def test_the_first_sequence_without_room_is_named_and_a_full_cache_is_room_enough():
     check_fits({"a": (0, 8), "b": (7, 1)}, 8)
-    with pytest.raises(InputError, match=r"b holds 7 of 8 tokens and was asked for 2 more.* cache_capacity of at least 9"):
+    with pytest.raises(
+        InputError, match=r"b holds 7 of 8 tokens and was asked for 2 more.* cache_capacity of at least 9"
+    ):
         check_fits({"a": (0, 8), "b": (7, 2), "c": (8, 1)}, 8)

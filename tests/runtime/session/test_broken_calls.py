@@ -17,7 +17,15 @@ from runtime import DecodeSession
 from runtime.policy.plan import plan_unpadded
 from tests.conftest import TINY
 from tests.support.cuda_double import CudaDouble
-from tests.support.slot_sessions import DeviceLost, every_backend, near, on_onnxruntime, on_the_tensorrt_double, recompute, tokens
+from tests.support.slot_sessions import (
+    DeviceLost,
+    every_backend,
+    near,
+    on_onnxruntime,
+    on_the_tensorrt_double,
+    recompute,
+    tokens,
+)
 
 ROWS, CAPACITY = 4, 16
 Tokens = tuple[int, ...]
@@ -96,7 +104,11 @@ CALLS = {  # session, slots → the call; and by slot what may be held after it,
     ),
     "step": (
         lambda s, slots: s.step({slots[0]: [7, 8], slots[1]: [9], slots[2]: [10]}),
-        lambda held, slots: {slots[0]: (*held[slots[0]], 7, 8), slots[1]: (*held[slots[1]], 9), slots[2]: (*held[slots[2]], 10)},
+        lambda held, slots: {
+            slots[0]: (*held[slots[0]], 7, 8),
+            slots[1]: (*held[slots[1]], 9),
+            slots[2]: (*held[slots[2]], 10),
+        },
     ),
     "reset": (lambda s, slots: s.reset(), lambda held, slots: {}),
 }
@@ -117,7 +129,9 @@ def check_no_token_is_wrong(bundle: Bundle, session: DecodeSession, now: dict[in
     for slot in now:
         session.export_slot(slot)
         held = session._slots.held(slot)
-        assert not any(tensor[:, held.length :].any() for tensor in session._cache.read(held.row, CAPACITY)), "something lies beyond the length"
+        assert not any(tensor[:, held.length :].any() for tensor in session._cache.read(held.row, CAPACITY)), (
+            "something lies beyond the length"
+        )
     while len(session.lengths) < ROWS:  # no row is lost
         now = now | {session.acquire(): ()}
     logits = session.step({slot: [3] for slot in now})
@@ -125,7 +139,9 @@ def check_no_token_is_wrong(bundle: Bundle, session: DecodeSession, now: dict[in
         near(logits[slot], expected((*held, 3)), atol=2e-5)
 
 
-def break_off_everywhere(bundle: Bundle, session: DecodeSession, name: str, breaking: Callable, error: type[BaseException]) -> int:
+def break_off_everywhere(
+    bundle: Bundle, session: DecodeSession, name: str, breaking: Callable, error: type[BaseException]
+) -> int:
     """Breaks the call off at place 0, 1, 2, … until it comes through; returns how many places there are."""
     call, then = CALLS[name]
     expected = functools.cache(functools.partial(recompute, bundle))
@@ -140,7 +156,9 @@ def break_off_everywhere(bundle: Bundle, session: DecodeSession, name: str, brea
         except error:
             check_no_token_is_wrong(bundle, session, held_now(session, held, then(held, slots)), expected)
         else:
-            assert sorted(dict(session.lengths).values()) == sorted(len(tokens) for tokens in then(held, slots).values())
+            assert sorted(dict(session.lengths).values()) == sorted(
+                len(tokens) for tokens in then(held, slots).values()
+            )
             return place
     raise AssertionError("the call never comes through")
 

@@ -16,8 +16,8 @@ from exporter.bundle.bundle import Bundle
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
 from exporter.spec.feeds import step_feeds
+from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.support.cuda_double import double_session
@@ -309,9 +309,20 @@ class Uniform(RandomWeights):
 
 @pytest.fixture(scope="module")
 def uniform(tmp_path_factory) -> Bundle:
-    config = ModelConfig(hidden_size=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=16, intermediate_size=16, vocab_size=8, context_length=24)
+    config = ModelConfig(
+        hidden_size=16,
+        n_layers=1,
+        n_heads=1,
+        n_kv_heads=1,
+        head_dim=16,
+        intermediate_size=16,
+        vocab_size=8,
+        context_length=24,
+    )
     folder = tmp_path_factory.mktemp("uniform") / "bundle"
-    export_bundle(ExportRequest(config, Unit.parse("block", config), Uniform(config, 0), "fp32"), folder, validated=False)
+    export_bundle(
+        ExportRequest(config, Unit.parse("block", config), Uniform(config, 0), "fp32"), folder, validated=False
+    )
     return Bundle.open(folder)
 
 
@@ -322,7 +333,9 @@ def test_i8_zero_query_weights_make_attention_the_mean_of_the_visible_values(uni
     with open_session(uniform, backend) as session:
         stepper, cache = session._stepper, session._cache
         x = np.full((1, 2, 16), 0.0, np.float32)
-        for token, value in enumerate((3, 4)):  # rms 1, so that the norm changes nothing, and a first feature of V_j / 4
+        for token, value in enumerate(
+            (3, 4)
+        ):  # rms 1, so that the norm changes nothing, and a first feature of V_j / 4
             x[0, token] = np.sqrt((16 - (value / 4) ** 2) / 15)
             x[0, token, 0] = value / 4
         key, value = cache.read(0, 3)

@@ -15,19 +15,30 @@ from exporter.common.errors import InputError, NumericalError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from runtime.policy.plan import plan_unpadded
 from runtime.session import SlotState
 from tests.support.slot_sessions import DeviceLost, cache_bits, every_backend, fill, near, recompute, row_of, unchanged
 
-SMALL = ModelConfig(hidden_size=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=48, vocab_size=31, context_length=16)
+SMALL = ModelConfig(
+    hidden_size=32,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    vocab_size=31,
+    context_length=16,
+)
 
 
 @pytest.fixture(scope="module")
 def small_bundle(tmp_path_factory) -> Bundle:
     folder = tmp_path_factory.mktemp("small") / "bundle"
-    export_bundle(ExportRequest(SMALL, Unit.parse("model", SMALL), RandomWeights(SMALL, 0), "fp32"), folder, validated=False)
+    export_bundle(
+        ExportRequest(SMALL, Unit.parse("model", SMALL), RandomWeights(SMALL, 0), "fp32"), folder, validated=False
+    )
     return Bundle.open(folder)
 
 
@@ -61,7 +72,10 @@ class Serving(stateful.RuleBasedStateMachine):
     def lengths_are_those_of_the_tokens_and_nothing_lies_beyond(self) -> None:
         assert dict(self.session.lengths) == {slot: len(held) for slot, held in self.tokens.items()}
         for slot, held in self.tokens.items():
-            assert not any(tensor[:, len(held) :].any() for tensor in self.session._cache.read(row_of(self.session, slot), self.CAPACITY))
+            assert not any(
+                tensor[:, len(held) :].any()
+                for tensor in self.session._cache.read(row_of(self.session, slot), self.CAPACITY)
+            )
 
     # joining and leaving
 
@@ -76,7 +90,9 @@ class Serving(stateful.RuleBasedStateMachine):
 
     def draw_join(self, data):
         """A way to add a sequence: its name, the call and the tokens that the new slot will hold."""
-        name = data.draw(st.sampled_from(["acquire", "fork", "import"] if self.tokens else ["acquire", "import"]), "way to join")
+        name = data.draw(
+            st.sampled_from(["acquire", "fork", "import"] if self.tokens else ["acquire", "import"]), "way to join"
+        )
         if name == "acquire":
             return name, self.session.acquire, ()
         if name == "fork":
@@ -132,15 +148,22 @@ class Serving(stateful.RuleBasedStateMachine):
         """Tokens for some of the slots that have room, often one each."""
         room = self.room()
         slots = data.draw(st.lists(st.sampled_from(sorted(room)), min_size=1, unique=True), "slots")
-        widths = {slot: data.draw(st.just(1) | st.integers(1, min(6, room[slot])), f"width of {slot}") for slot in slots}
-        return {slot: data.draw(st.lists(st.integers(0, 30), min_size=width, max_size=width), f"slot {slot}") for slot, width in widths.items()}
+        widths = {
+            slot: data.draw(st.just(1) | st.integers(1, min(6, room[slot])), f"width of {slot}") for slot in slots
+        }
+        return {
+            slot: data.draw(st.lists(st.integers(0, 30), min_size=width, max_size=width), f"slot {slot}")
+            for slot, width in widths.items()
+        }
 
     def advance(self, step: dict[int, list[int]]) -> None:
         """A step that succeeds: logits are right, and rows that take no part are left alone."""
         before = cache_bits(self.session)
         logits = self.session.step(step)
         taking_part = [row_of(self.session, slot) for slot in step]
-        np.testing.assert_array_equal(np.delete(cache_bits(self.session), taking_part, 0), np.delete(before, taking_part, 0))
+        np.testing.assert_array_equal(
+            np.delete(cache_bits(self.session), taking_part, 0), np.delete(before, taking_part, 0)
+        )
         assert logits.keys() == step.keys()
         for slot, new in step.items():
             self.tokens[slot] += tuple(new)
@@ -204,7 +227,12 @@ class Serving(stateful.RuleBasedStateMachine):
     @stateful.precondition(has_sequences)
     @stateful.rule(data=st.data())
     def refused(self, data) -> None:
-        possible = {"over_capacity", "stale_slot", *(["bad_token"] if self.room() else []), *(["all_taken"] if self.is_full() else [])}
+        possible = {
+            "over_capacity",
+            "stale_slot",
+            *(["bad_token"] if self.room() else []),
+            *(["all_taken"] if self.is_full() else []),
+        }
         name = data.draw(st.sampled_from(sorted(possible)), "refusal")
         message, call = getattr(self, name)(data)
         with unchanged(self.session), pytest.raises(InputError, match=message):
@@ -213,8 +241,25 @@ class Serving(stateful.RuleBasedStateMachine):
 
 
 ENDS = {
-    *("acquire", "fork", "import", "export", "release", "reset", "rubbish", "step", "over_capacity", "bad_token", "stale_slot", "all_taken"),
-    *(f"{launch} launch failed {fault}" for launch in ("first", "later") for fault in ("before its run", "after its run", "by its output")),
+    *(
+        "acquire",
+        "fork",
+        "import",
+        "export",
+        "release",
+        "reset",
+        "rubbish",
+        "step",
+        "over_capacity",
+        "bad_token",
+        "stale_slot",
+        "all_taken",
+    ),
+    *(
+        f"{launch} launch failed {fault}"
+        for launch in ("first", "later")
+        for fault in ("before its run", "after its run", "by its output")
+    ),
 }
 
 
@@ -224,10 +269,18 @@ def test_any_order_of_operations_gives_each_sequence_the_logits_of_its_tokens(sm
     expected = functools.cache(functools.partial(recompute, small_bundle))
 
     def serving() -> Serving:
-        return Serving(open_backend(small_bundle, max_batch=Serving.ROWS, cache_capacity=Serving.CAPACITY), expected, done)
+        return Serving(
+            open_backend(small_bundle, max_batch=Serving.ROWS, cache_capacity=Serving.CAPACITY), expected, done
+        )
 
     # derandomized: whether every rule comes up must not be left to chance (a rare end was missed once in six random runs)
-    many = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    many = settings(
+        max_examples=100,
+        stateful_step_count=50,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     stateful.run_state_machine_as_test(serving, settings=many)
     assert done.keys() == ENDS  # every rule was there to fail
     assert done.total() >= 2000

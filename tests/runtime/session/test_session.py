@@ -17,7 +17,7 @@ from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, InputError, NumericalError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from runtime.policy.plan import Launch, check_fits, plan_padded
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
@@ -32,7 +32,9 @@ def open_session(bundle: Bundle, backend="onnxruntime", max_batch=4, cache_capac
         return double_session(bundle, max_batch, cache_capacity)
     if backend == "interpreter":
         return DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), max_batch, cache_capacity)
-    return DecodeSession.open(bundle.folder, backend=backend, max_batch=max_batch, cache_capacity=cache_capacity, **options)
+    return DecodeSession.open(
+        bundle.folder, backend=backend, max_batch=max_batch, cache_capacity=cache_capacity, **options
+    )
 
 
 def tokens(batch: int, width: int, seed: int = 0) -> np.ndarray:
@@ -72,7 +74,10 @@ def test_one_token_too_many_is_refused_before_any_write(tiny_bundle, backend, fi
     with open_session(tiny_bundle("model"), backend, cache_capacity=8) as session:
         session.prefill(tokens(1, first))
         before = state(session)
-        with pytest.raises(InputError, match=rf"sequence 0 holds {first} of 8 tokens and was asked for {then} more; nothing was written"):
+        with pytest.raises(
+            InputError,
+            match=rf"sequence 0 holds {first} of 8 tokens and was asked for {then} more; nothing was written",
+        ):
             session.prefill(tokens(1, then))
         unchanged(session, before)
         if first < 8:
@@ -84,7 +89,11 @@ def test_one_token_too_many_is_refused_before_any_write(tiny_bundle, backend, fi
 def long_bundle(tmp_path_factory) -> Bundle:
     config = dataclasses.replace(TINY, context_length=1024, n_layers=1)
     folder = tmp_path_factory.mktemp("long") / "bundle"
-    export_bundle(ExportRequest(config, Unit.parse("model", config), RandomWeights(config, 0), "fp32", 1024), folder, validated=False)
+    export_bundle(
+        ExportRequest(config, Unit.parse("model", config), RandomWeights(config, 0), "fp32", 1024),
+        folder,
+        validated=False,
+    )
     return Bundle.open(folder)
 
 
@@ -104,11 +113,15 @@ def test_capacity_is_not_length(long_bundle, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_position_beyond_the_table_is_the_same_refusal_on_every_backend_before_the_step(tiny_bundle, backend):
-    with open_session(tiny_bundle("model"), backend, cache_capacity=MAX_POSITIONS) as session:  # no cache is larger than the table
+    with open_session(
+        tiny_bundle("model"), backend, cache_capacity=MAX_POSITIONS
+    ) as session:  # no cache is larger than the table
         session.prefill(tokens(1, MAX_POSITIONS))
         before, runs = state(session), []
         session._stepper.run = lambda *arguments: runs.append(arguments)
-        with pytest.raises(InputError, match="sequence 0 holds 64 of 64 tokens and was asked for 1 more; nothing was written"):
+        with pytest.raises(
+            InputError, match="sequence 0 holds 64 of 64 tokens and was asked for 1 more; nothing was written"
+        ):
             session.decode(np.array([1]))
         assert not runs
         unchanged(session, before)
@@ -116,7 +129,10 @@ def test_a_position_beyond_the_table_is_the_same_refusal_on_every_backend_before
 
 @pytest.mark.parametrize("backend", ["eager", "onnxruntime"])
 def test_a_cache_larger_than_the_table_is_refused(tiny_bundle, backend):
-    with pytest.raises(InputError, match=f"cache_capacity: got {MAX_POSITIONS + 1}, .*at most {MAX_POSITIONS}, the positions this graph"):
+    with pytest.raises(
+        InputError,
+        match=f"cache_capacity: got {MAX_POSITIONS + 1}, .*at most {MAX_POSITIONS}, the positions this graph",
+    ):
         open_session(tiny_bundle("model"), backend, cache_capacity=MAX_POSITIONS + 1)
 
 
@@ -214,7 +230,9 @@ def test_an_overflow_in_half_precision_is_reported_and_never_returned_as_logits(
         scale_weight(bundle, f"blocks.1.mlp.{name}.weight", 1e4)
     with open_session(bundle, "interpreter", cache_capacity=16) as session:
         before = state(session)
-        with pytest.raises(NumericalError, match=r"logits: inf or NaN in sequence 0, sequence 1; .*engines compare .* --audit"):
+        with pytest.raises(
+            NumericalError, match=r"logits: inf or NaN in sequence 0, sequence 1; .*engines compare .* --audit"
+        ):
             session.prefill(tokens(2, 3))
         unchanged(session, before)
 
@@ -368,7 +386,9 @@ def test_two_sessions_on_one_bundle_are_independent(tiny_bundle):
 def test_threads_that_share_a_session_take_turns(tiny_bundle):
     with open_session(tiny_bundle("model"), cache_capacity=64) as session:
         session.prefill(tokens(1, 1))
-        threads = [threading.Thread(target=lambda: [session.decode(np.array([3])) for _ in range(10)]) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: [session.decode(np.array([3])) for _ in range(10)]) for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -19,7 +19,7 @@ from exporter.common.errors import BackendError, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import Unit
+from exporter.spec.unit import Unit
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
 from runtime import DecodeSession
@@ -187,7 +187,10 @@ def machine(monkeypatch, tmp_path):
 
         monkeypatch.setattr("engines.library.cuda.RuntimeCuda", lambda: cuda)
         monkeypatch.setattr("engines.running.tensorrt_parts.open_tensorrt", open_tensorrt)
-        monkeypatch.setattr("engines.running.tensorrt_parts.find_engines", lambda *_: [engine_record(part, CAPACITY) for part in bundle.parts])
+        monkeypatch.setattr(
+            "engines.running.tensorrt_parts.find_engines",
+            lambda *_: [engine_record(part, CAPACITY) for part in bundle.parts],
+        )
         return cuda
 
     return prepare
@@ -239,7 +242,9 @@ def test_a_batch_that_the_engine_was_not_built_for_is_refused_and_everything_fre
     assert cuda.allocations == 0 and cuda.closed
 
 
-def test_an_engine_that_cannot_run_leaves_no_stream_behind_when_auto_takes_onnxruntime(tiny_bundle, machine, monkeypatch):
+def test_an_engine_that_cannot_run_leaves_no_stream_behind_when_auto_takes_onnxruntime(
+    tiny_bundle, machine, monkeypatch
+):
     cuda = machine(tiny_bundle("model"))
     monkeypatch.setattr("runtime.backends.ENGINES_FILE", "manifest.json")  # as if the bundle had engines
 
@@ -274,11 +279,24 @@ def test_what_cannot_be_freed_keeps_nothing_else(tiny_bundle, in_parts, machine,
 
 # --- no growth ------------------------------------------------------------------------------------------------------------
 
-MINUTE = ModelConfig(hidden_size=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=48, vocab_size=31, context_length=16)
+MINUTE = ModelConfig(
+    hidden_size=32,
+    n_layers=1,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=16,
+    intermediate_size=48,
+    vocab_size=31,
+    context_length=16,
+)
 
 
 def test_opening_and_closing_leaves_no_descriptor_thread_or_memory(tmp_path):
-    export_bundle(ExportRequest(MINUTE, Unit.parse("model", MINUTE), RandomWeights(MINUTE, 0), "fp32"), tmp_path / "bundle", validated=False)
+    export_bundle(
+        ExportRequest(MINUTE, Unit.parse("model", MINUTE), RandomWeights(MINUTE, 0), "fp32"),
+        tmp_path / "bundle",
+        validated=False,
+    )
 
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

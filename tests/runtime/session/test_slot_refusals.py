@@ -31,7 +31,10 @@ REFUSED = {
     "a slot by True": (lambda s: s.step({True: [1]}), "slot: got True, expected one of"),
     "no array at all": (lambda s: s.step({0: [1], 1: None}), "slot 1: got object"),
     "words": (lambda s: s.step({0: [1], 1: "abc"}), "slot 1: got <U3"),
-    "over capacity": (lambda s: s.step({0: [1], 1: tokens(2), 3: [1]}), "slot 1 holds 15 of 16 tokens and was asked for 2 more; nothing was written"),
+    "over capacity": (
+        lambda s: s.step({0: [1], 1: tokens(2), 3: [1]}),
+        "slot 1 holds 15 of 16 tokens and was asked for 2 more; nothing was written",
+    ),
 }
 
 
@@ -75,7 +78,9 @@ def test_a_full_session_refuses_another_sequence(tiny_bundle, open_backend, take
         session.step({session.acquire(): tokens(3), session.acquire(): tokens(4)})
         state = session.export_slot(0)
         with unchanged(session), pytest.raises(InputError, match="all 2 are taken"):
-            {"acquire": session.acquire, "fork": lambda: session.fork(0), "import": lambda: session.import_slot(state)}[take]()
+            {"acquire": session.acquire, "fork": lambda: session.fork(0), "import": lambda: session.import_slot(state)}[
+                take
+            ]()
         session.release(0)
         assert session.acquire() == 2
 
@@ -95,7 +100,10 @@ def with_last(value: float):
 
 
 BAD_STATES = {
-    "another dtype": (lambda state: changed(state, lambda tensor: tensor.astype(np.float16)), "slot state: got 6 tensors"),
+    "another dtype": (
+        lambda state: changed(state, lambda tensor: tensor.astype(np.float16)),
+        "slot state: got 6 tensors",
+    ),
     "other heads": (lambda state: changed(state, lambda tensor: tensor[:1]), "slot state: got 6 tensors"),
     "another head_dim": (lambda state: changed(state, lambda tensor: tensor[..., :8]), "slot state: got 6 tensors"),
     "a missing token": (lambda state: changed(state, lambda tensor: tensor[:, 1:]), "slot state: got 6 tensors"),
@@ -103,10 +111,16 @@ BAD_STATES = {
     "another length": (lambda state: SlotState(state.length + 1, state.tensors), "slot state: got 6 tensors"),
     "inf": (lambda state: changed(state, with_last(np.inf)), "inf or NaN"),
     "no state": (lambda state: None, "slot state: got None, expected what export_slot returned"),
-    "a tuple": (lambda state: (state.length, state.tensors), r"slot state: got \(5, .*expected what export_slot returned"),
+    "a tuple": (
+        lambda state: (state.length, state.tensors),
+        r"slot state: got \(5, .*expected what export_slot returned",
+    ),
     "a length in words": (lambda state: SlotState("5", state.tensors), "expected what export_slot returned"),
     "a length below 0": (lambda state: SlotState(-1, state.tensors), "expected what export_slot returned"),
-    "lists for tensors": (lambda state: SlotState(5, tuple(tensor.tolist() for tensor in state.tensors)), r"got 6 tensors \['list'\]"),
+    "lists for tensors": (
+        lambda state: SlotState(5, tuple(tensor.tolist() for tensor in state.tensors)),
+        r"got 6 tensors \['list'\]",
+    ),
     "one tensor": (lambda state: SlotState(5, state.tensors[0]), "got 1 tensors .* expected 6"),
     "None for tensors": (lambda state: SlotState(5, None), r"got 1 tensors \['NoneType'\], expected 6"),
     "NaN": (lambda state: changed(state, with_last(np.nan)), "inf or NaN"),
@@ -140,7 +154,9 @@ def test_a_state_longer_than_the_capacity_is_refused(tiny_bundle, open_backend):
 
 
 @every_backend
-def test_a_failure_in_the_second_launch_leaves_all_as_it_was_and_zeroes_what_was_written(tiny_bundle, open_backend, monkeypatch):
+def test_a_failure_in_the_second_launch_leaves_all_as_it_was_and_zeroes_what_was_written(
+    tiny_bundle, open_backend, monkeypatch
+):
     bundle = tiny_bundle("model")
     with open_backend(bundle, cache_capacity=16) as session:
         slots = [session.acquire() for _ in range(3)]

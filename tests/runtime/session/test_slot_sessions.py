@@ -247,7 +247,9 @@ def decode_in_company(session: DecodeSession, x: np.ndarray, neighbour_width: in
 
 def decode_alone(session: DecodeSession, x: np.ndarray) -> np.ndarray:
     slot = session.acquire()
-    return np.stack([session.step({slot: x[start:stop]})[slot] for start, stop in itertools.pairwise((0, *range(4, len(x) + 1)))])
+    return np.stack(
+        [session.step({slot: x[start:stop]})[slot] for start, stop in itertools.pairwise((0, *range(4, len(x) + 1)))]
+    )
 
 
 @every_backend
@@ -293,7 +295,10 @@ USES_OF_SLOTS = {
 
 
 def empty_state(session: DecodeSession) -> SlotState:
-    return SlotState(0, tuple(np.zeros((spec.axes[1], 0, spec.axes[3]), np.float32) for spec in session.manifest.contract.cache_specs))
+    return SlotState(
+        0,
+        tuple(np.zeros((spec.axes[1], 0, spec.axes[3]), np.float32) for spec in session.manifest.contract.cache_specs),
+    )
 
 
 @pytest.mark.parametrize("use", USES_OF_SLOTS)

@@ -68,14 +68,22 @@ def test_bad_sampling_options_are_refused(options):
         Sampler(**options)
 
 
-@pytest.mark.parametrize(("options", "named"), [({"top_k": 5}, "top_k"), ({"top_p": 0.9}, "top_p"), ({"top_k": 5, "top_p": 0.9}, "top_k and top_p")])
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"top_k": 5}, "top_k"), ({"top_p": 0.9}, "top_p"), ({"top_k": 5, "top_p": 0.9}, "top_k and top_p")],
+)
 def test_top_k_and_top_p_at_temperature_0_are_refused_with_the_way_out(options, named):
-    with pytest.raises(InputError, match=f"with {named}, .*leave them out for greedy text, or give a temperature above 0"):
+    with pytest.raises(
+        InputError, match=f"with {named}, .*leave them out for greedy text, or give a temperature above 0"
+    ):
         Sampler(temperature=0, **options)
 
 
 def test_numpys_numbers_are_numbers():
-    assert Sampler(temperature=np.float32(0.5), top_k=np.int64(2), top_p=np.float64(0.9), seed=np.int64(1))(LOGITS) in (0, 1)
+    assert Sampler(temperature=np.float32(0.5), top_k=np.int64(2), top_p=np.float64(0.9), seed=np.int64(1))(LOGITS) in (
+        0,
+        1,
+    )
 
 
 def generate(session, prompt, **options) -> tuple[list[int], str]:
@@ -104,7 +112,9 @@ def test_generation_stops_at_any_end_token_and_leaves_it_out(tiny_bundle):
 def test_generation_stops_when_the_cache_is_full(tiny_bundle):
     with DecodeSession.open(tiny_bundle("model").folder, cache_capacity=8) as session:
         tokens, stopped_by = generate(session, [1] * 6, max_new_tokens=50)
-        assert len(tokens) == 3 and stopped_by == "cache_capacity"  # two decoded into the cache, the last one only drawn
+        assert (
+            len(tokens) == 3 and stopped_by == "cache_capacity"
+        )  # two decoded into the cache, the last one only drawn
 
 
 def test_bad_generation_requests_are_refused(tiny_bundle):

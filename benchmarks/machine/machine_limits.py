@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 
 from exporter.costs.roofline import Step, roofline
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.contract import MERGED_WEIGHTS, Unit
+from exporter.spec.parameters import MERGED_WEIGHTS
+from exporter.spec.unit import Unit
 
 PRODUCT_SIZE = 2048
 REPEATS = 5
@@ -48,7 +49,13 @@ def _best_seconds(call: Callable[[], object]) -> float:
 
 
 def against_the_limit(
-    config: ModelConfig, unit: Unit, batch: int, seq_len: int, past_len: int, limits: Limits, measured_ms: Mapping[str, float]
+    config: ModelConfig,
+    unit: Unit,
+    batch: int,
+    seq_len: int,
+    past_len: int,
+    limits: Limits,
+    measured_ms: Mapping[str, float],
 ) -> dict:
     """A float32 step's time at the limit beside what was measured of each component.
 
@@ -67,7 +74,15 @@ def against_the_limit(
     rows = []
     for name, limit in limits_ms.items():
         ms = measured_ms.get(name)
-        rows.append({"name": name, "limit_ms": limit, "bound": bounds[name], "measured_ms": ms, "share": limit / ms if ms else None})
+        rows.append(
+            {
+                "name": name,
+                "limit_ms": limit,
+                "bound": bounds[name],
+                "measured_ms": ms,
+                "share": limit / ms if ms else None,
+            }
+        )
     other = sum(ms for name, ms in measured_ms.items() if name not in limits_ms)
     rows.append({"name": "other", "limit_ms": 0.0, "bound": "", "measured_ms": other, "share": None})
     return {"limit_ms": table["limit_ms"], "components": rows}

@@ -20,11 +20,15 @@ from exporter.bundle.bundle import Bundle
 from exporter.graph.float32_twin import widen_model
 from exporter.model.block import RMSNorm
 from exporter.model.weights import WeightSource
-from exporter.placing.placing import scratch_folder
-from exporter.spec.contract import ONNX_TYPES, SEQUENCE, Contract, TensorSpec, Unit, graph_contract, numpy_dtype
+from exporter.placing.temporaries import scratch_folder
+from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
+from exporter.spec.tensors import SEQUENCE, Contract, TensorSpec, graph_contract
+from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.validation.comparison import Comparison, Recording, compare, compare_tensor, judge_by_control, record
+from exporter.validation.comparison import Comparison, compare, compare_tensor
+from exporter.validation.control import judge_by_control
+from exporter.validation.recording import Recording, record
 from exporter.validation.tolerances import tolerance
 
 HIDDEN = "hidden_states"
@@ -50,14 +54,21 @@ def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contr
     nodes = _nodes_between(model.graph, [hidden_out, *presents, "attention_mask.real"], hidden_in)
     names = {hidden_in: HIDDEN}
     for kind in ("key", "value"):
-        names |= {f"past_key_values.{layer}.{kind}": f"past_key_values.0.{kind}", f"present.{layer}.{kind}": f"present.0.{kind}"}
+        names |= {
+            f"past_key_values.{layer}.{kind}": f"past_key_values.0.{kind}",
+            f"present.{layer}.{kind}": f"present.0.{kind}",
+        }
     nodes = [_renamed(node, names) for node in nodes]
     element_type = ONNX_TYPES[block.inputs[0].dtype]
     axis = numpy_helper.from_array(np.array([2], np.int64), "validate.axis")
     zero = numpy_helper.from_array(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), "validate.zero")
     nodes += [  # pads leave a block unit as zeros
-        helper.make_node("Unsqueeze", ["attention_mask.real", "validate.axis"], ["validate.real"], name="validate.real"),
-        helper.make_node("Where", ["validate.real", hidden_out, "validate.zero"], ["hidden_states_out"], name="hidden_states_out"),
+        helper.make_node(
+            "Unsqueeze", ["attention_mask.real", "validate.axis"], ["validate.real"], name="validate.real"
+        ),
+        helper.make_node(
+            "Where", ["validate.real", hidden_out, "validate.zero"], ["hidden_states_out"], name="hidden_states_out"
+        ),
     ]
     return _model(model, nodes, block, [axis, zero])
 
@@ -70,7 +81,9 @@ def head_graph(model: onnx.ModelProto, unit: Unit, dtype: str) -> tuple[onnx.Mod
     vocabulary = logits.type.tensor_type.shape.dim[-1].dim_value
     weight = next(tensor for tensor in model.graph.initializer if tensor.name == "norm.weight")
     tokens = ("batch_size",) if unit.logits == "last" else ("batch_size", "sequence_length")
-    contract = Contract((TensorSpec(HIDDEN, dtype, (*tokens, weight.dims[0])),), (TensorSpec("logits", "fp32", (*tokens, vocabulary)),))
+    contract = Contract(
+        (TensorSpec(HIDDEN, dtype, (*tokens, weight.dims[0])),), (TensorSpec("logits", "fp32", (*tokens, vocabulary)),)
+    )
     return _model(model, nodes, contract, []), contract
 
 
@@ -93,7 +106,9 @@ def _renamed(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
     return copy
 
 
-def _model(whole: onnx.ModelProto, nodes: list[onnx.NodeProto], contract: Contract, constants: list[TensorProto]) -> onnx.ModelProto:
+def _model(
+    whole: onnx.ModelProto, nodes: list[onnx.NodeProto], contract: Contract, constants: list[TensorProto]
+) -> onnx.ModelProto:
     read = {name for node in nodes for name in node.input}
     inputs, outputs = (
         [helper.make_tensor_value_info(spec.name, ONNX_TYPES[spec.dtype], list(spec.axes)) for spec in specs]
@@ -132,7 +147,12 @@ class LayerValidation:
                 yield self._embedding(model, part.folder)
             for layer in range(first, stop):
                 say(f"validate: layer {layer + 1} of {unit.n_layers}")
-                yield from self._block(model, part.folder, layer, "" if layer > first else HIDDEN if first or unit.kind != "model" else "embedding")
+                yield from self._block(
+                    model,
+                    part.folder,
+                    layer,
+                    "" if layer > first else HIDDEN if first or unit.kind != "model" else "embedding",
+                )
             if unit.kind == "model" and stop == unit.n_layers:
                 say("validate: output head")
                 yield self._head(model, part.folder)
@@ -161,16 +181,30 @@ class LayerValidation:
         inputs = graph_contract(config, unit, self._arithmetic)
 
         def eager(dtype: str) -> Recording:
-            return record(config, unit, positions, EagerStepper.from_weights(config, unit, dtype, positions, self.weights), inputs, self.seed)
+            return record(
+                config,
+                unit,
+                positions,
+                EagerStepper.from_weights(config, unit, dtype, positions, self.weights),
+                inputs,
+                self.seed,
+            )
 
         reference = eager("fp32")
-        piece = layer_graph(model, layer, hidden_in or residual(layer - 1), graph_contract(config, unit, manifest.dtype))
+        piece = layer_graph(
+            model, layer, hidden_in or residual(layer - 1), graph_contract(config, unit, manifest.dtype)
+        )
         with self._open(piece, folder, inputs) as stepper:
             candidate = record(config, unit, positions, stepper, inputs, self.seed)
         comparisons = compare(reference, candidate, tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
         if not all(c.passed for c in comparisons):
-            comparisons = judge_by_control(comparisons, reference, eager("fp64" if self._arithmetic == "fp32" else self._arithmetic))
-        return [dataclasses.replace(c, scenario=f"layer {manifest.unit.first_layer + layer}: {c.scenario}") for c in comparisons]
+            comparisons = judge_by_control(
+                comparisons, reference, eager("fp64" if self._arithmetic == "fp32" else self._arithmetic)
+            )
+        return [
+            dataclasses.replace(c, scenario=f"layer {manifest.unit.first_layer + layer}: {c.scenario}")
+            for c in comparisons
+        ]
 
     def _embedding(self, model: onnx.ModelProto, folder: Path) -> Comparison:
         """Rows of the embedding, which must be the weights' own to the last bit."""
@@ -179,7 +213,9 @@ class LayerValidation:
         output = TensorSpec("embedding", self._arithmetic, ("batch_size", SEQUENCE, manifest.config.hidden_size))
         contract = Contract((TensorSpec("input_ids", "int64", ("batch_size", SEQUENCE)),), (output,))
         written = dataclasses.replace(contract, outputs=(dataclasses.replace(output, dtype=manifest.dtype),))
-        with self._open(_model(model, _nodes_between(model.graph, ["embedding"], ""), written, []), folder, contract) as stepper:
+        with self._open(
+            _model(model, _nodes_between(model.graph, ["embedding"], ""), written, []), folder, contract
+        ) as stepper:
             rows = stepper.run({"input_ids": ids})["embedding"]
         expected = [self.weights.read("embedding.weight", rows=slice(i, i + 1)).numpy()[0] for i in ids.flatten()]
         return compare_tensor("embedding", "embedding", [np.stack(expected).reshape(rows.shape)], [rows], 0.0)
@@ -188,7 +224,11 @@ class LayerValidation:
         """Final norm and head on random hidden states, against the float32 product taken a run of the vocabulary at a time."""
         manifest, config = self.bundle.manifest, self.bundle.manifest.config
         piece, contract = head_graph(model, manifest.unit, manifest.dtype)
-        x = np.random.default_rng(self.seed).standard_normal((3, config.hidden_size)).astype(numpy_dtype(manifest.dtype))
+        x = (
+            np.random.default_rng(self.seed)
+            .standard_normal((3, config.hidden_size))
+            .astype(numpy_dtype(manifest.dtype))
+        )
         if SEQUENCE in contract.inputs[0].axes:
             x = x[None]
         if self._arithmetic != manifest.dtype:

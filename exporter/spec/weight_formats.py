@@ -1,0 +1,86 @@
+"""How matrices are stored in integers: bits, blocks, scales and zero points."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from exporter.common.errors import InputError
+from exporter.spec.catalogue import ModelConfig
+from exporter.spec.limits import is_count
+
+WEIGHT_FORMATS = ("int8", "int4", "uint8", "uint4")
+QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How matrices are stored where it is not in the bundle's dtype: integers of few bits, with one scale a block of inputs.
+
+    A weight is (integer − zero point) · scale. Blocks lie along a matrix's inputs; scales are in the bundle's dtype. Activations,
+    norms, the embedding and the cache stay in the bundle's dtype. The output head always has 8 bits (`of`): at 4 it costs more
+    agreement than all blocks together, and saves little.
+
+    Attributes:
+        dtype: "int8" or "int4", whose zero points are 0, as TensorRT wants them; "uint8" or "uint4", one zero point a block.
+        block_size: weights of one output that share a scale; a power of two of at least 16, as onnxruntime's kernels have them.
+    """
+
+    dtype: str
+    block_size: int = 32
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.dtype.endswith("4") else 8
+
+    @property
+    def symmetric(self) -> bool:
+        return not self.dtype.startswith("u")
+
+    def of(self, weight: str) -> WeightFormat:
+        """The format of one weight, by canonical name."""
+        return replace(self, dtype=self.dtype.replace("4", "8")) if weight == "lm_head.weight" else self
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The least and the largest integer."""
+        return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
+
+    def tensors(self, shape: tuple[int, int], dtype: str) -> dict[str, tuple[str, tuple[int, int]]]:
+        """The tensors that a weight consists of, in the order that DequantizeLinear reads them: part → dtype name and shape.
+
+        Args:
+            shape: of the weight as a graph has it, [in, out].
+            dtype: the graph's.
+        """
+        by_block = (shape[0] // self.block_size, shape[1])
+        stored = [(self.dtype, shape), (dtype, by_block), *([] if self.symmetric else [(self.dtype, by_block)])]
+        return dict(zip(QUANTIZED_PARTS, stored, strict=False))
+
+    def check(self, config: ModelConfig) -> None:
+        """Refuses a format that there is no kernel for, or whose blocks do not divide every matrix's inputs.
+
+        Raises:
+            InputError: names what was got and what would fit.
+        """
+        if self.dtype not in WEIGHT_FORMATS:
+            raise InputError(f"weights: got {self.dtype!r}, expected one of {', '.join(WEIGHT_FORMATS)}")
+        size = self.block_size
+        if not is_count(size) or size < 16 or size & (size - 1):
+            raise InputError(f"block size: got {size!r}, expected a power of two of at least 16")
+        widths = {config.hidden_size, config.n_heads * config.head_dim, config.intermediate_size}
+        if any(width % size for width in widths):
+            largest = math.gcd(*widths) & -math.gcd(*widths)
+            fix = (
+                f"use {largest} or a smaller power of two"
+                if largest >= 16
+                else "this model has no such size: export it without --weights"
+            )
+            raise InputError(
+                f"block size: got {size}, which does not divide the matrices' inputs {sorted(widths)}; {fix}"
+            )
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a weight of that canonical name is stored in integers where a bundle has a weight format: projections and the output head."""
+    return name.endswith("_proj.weight") or name == "lm_head.weight"

@@ -1,0 +1,11 @@
+"""The rooms of each package in order: a room may import the rooms before it, never one after it."""
+
+ROOMS = {
+    "exporter": (
+        *("common", "spec", "costs", "model", "bundle", "placing", "graph", "steppers"),
+        *("checkpoint", "validation", "export", "commands"),
+    ),
+    "engines": ("library", "network", "building", "interpreter", "running", "comparison", "commands"),
+    "runtime": ("turns", "policy", "inputs", "backends", "session", "text", "doctor", "commands"),
+    "benchmarks": ("machine", "peers", "contenders", "own", "race", "output", "campaigns"),
+}
