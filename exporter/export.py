@@ -20,14 +20,12 @@ from exporter.common.versions import versions
 from exporter.costs.stored_size import stored_weights_bytes
 from exporter.graph.assemble import assemble
 from exporter.graph.contract_check import check_graph
-from exporter.graph.weight_writer import write_graph
+from exporter.graph.weight_writer import WrittenGraph, write_graph
 from exporter.model.weights import WeightSource
 from exporter.placing.folders import new_folder
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.dtypes import lookup_dtype
-from exporter.spec.limits import check_max_positions
-from exporter.spec.tensors import graph_contract
-from exporter.spec.unit import Unit, part_bounds
+from exporter.spec.graph_spec import GraphSpec
+from exporter.spec.unit import Bounds, Unit, part_bounds
 from exporter.spec.weight_formats import WeightFormat
 from exporter.validation.bundle_validation import failures, validate_bundle
 
@@ -63,6 +61,31 @@ class ExportRequest:
     n_parts: int = 1
     weight_format: WeightFormat | None = None
 
+    @property
+    def spec(self) -> GraphSpec:
+        """The identity of the graph that is asked for, checked and with its defaults filled in.
+
+        Raises:
+            InputError: a dtype, the number of positions or the format of the weights is not one that can be exported.
+        """
+        return GraphSpec.checked(
+            self.config, self.unit, self.dtype, self.max_positions, self.attention_dtype, self.weight_format
+        )
+
+    @property
+    def parts(self) -> tuple[Bounds, ...]:
+        """The layers of each part; empty where the unit is one graph.
+
+        Raises:
+            InputError: the unit cannot be cut into so many parts.
+        """
+        if self.n_parts != 1 and not self.unit.has_cache:
+            raise InputError(
+                f"parts: got {self.n_parts} for a {self.unit}, expected a stack or model with its cache in place"
+            )
+        bounds = part_bounds(self.unit.n_layers, self.n_parts)
+        return bounds if len(bounds) > 1 else ()
+
 
 def export_bundle(
     request: ExportRequest,
@@ -85,24 +108,11 @@ def export_bundle(
         CheckpointError: a weight is not finite, or not in the bundle's dtype.
         CheckFailed: the graph breaks its contract or disagrees with the eager definition; nothing is left behind.
     """
-    lookup_dtype(request.dtype)
-    if request.attention_dtype not in (None, request.dtype, "fp32"):
-        raise InputError(f"attention dtype: got {request.attention_dtype!r}, expected {request.dtype} or fp32")
-    max_positions = check_max_positions(request.max_positions, request.config)
-    if request.n_parts != 1 and (request.unit.kind == "component" or request.unit.cache != "in_place"):
-        raise InputError(
-            f"parts: got {request.n_parts} for a {request.unit}, expected a stack or model with its cache in place"
-        )
-    parts = part_bounds(request.unit.n_layers, request.n_parts)
-    if request.weight_format is not None:
-        request.weight_format.check(request.config)
     started = time.perf_counter()
-    sizes = [
-        stored_weights_bytes(request.config, request.unit, request.dtype, max_positions, request.weight_format, part)
-        for part in parts
-    ]
+    spec, parts = request.spec, request.parts
+    sizes = [stored_weights_bytes(spec, bounds) for bounds in parts or [None]]
     with new_folder(target, sum(sizes)) as folder:
-        manifest, flushed = _write_bundle(request, max_positions, folder, progress, say)
+        manifest, flushed = _write_bundle(request, folder, progress, say)
         bundle = Bundle(folder, manifest)
         report = {
             "versions": versions("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
@@ -128,72 +138,67 @@ def export_bundle(
 
 
 def _write_bundle(
-    request: ExportRequest,
-    max_positions: int,
-    folder: Path,
-    progress: Callable[[int], None],
-    say: Callable[[str], None],
+    request: ExportRequest, folder: Path, progress: Callable[[int], None], say: Callable[[str], None]
 ) -> tuple[Manifest, dict[str, int]]:
     """Writes all but the report; returns the manifest and how many values of each weight became zero."""
-    attention_dtype = request.attention_dtype or request.dtype
-    parts = part_bounds(request.unit.n_layers, request.n_parts) if request.n_parts != 1 else ()
+    spec, parts = request.spec, request.parts
     files: dict[str, dict] = {}
     flushed: dict[str, int] = {}
-    for index, part in enumerate(parts or [None]):
-        place = "" if part is None else f"{part_folder(index)}/"
-        (folder / place).mkdir(exist_ok=True)
-        what = (
-            request.unit
-            if part is None
-            else f"part {index + 1} of {len(parts)}, layers {part[0]}:{part[1]} of {request.unit}"
-        )
-        say(f"trace: {what}, {request.dtype}, {max_positions} positions")
-        with timed(log, "traced"):
-            float32_attention = attention_dtype != request.dtype
-            graph = assemble(
-                request.config,
-                request.unit,
-                request.dtype,
-                max_positions,
-                float32_attention,
-                part,
-                request.weight_format,
-            )
-        say("write: graph and weights")
-        with timed(log, "written"):
-            written = write_graph(graph, folder / place, request.config, request.weights, progress)
+    for index, bounds in enumerate(parts or [None]):
+        prefix = "" if bounds is None else f"{part_folder(index)}/"
+        what = str(spec.unit)
+        if bounds is not None:
+            what = f"part {index + 1} of {len(parts)}, layers {bounds[0]}:{bounds[1]} of {what}"
+        say(f"trace: {what}, {spec.dtype}, {spec.max_positions} positions")
+        written = _write_graph(request, bounds, folder / prefix, progress, say)
         flushed |= written.flushed
-        files |= {
-            f"{place}{name}": file_entry(folder / place / name, written.checksums[name])
-            for name in (GRAPH_FILE, DATA_FILE)
-        }
-        with timed(log, "graph held against its contract"):
-            check_graph(folder / place / GRAPH_FILE, graph.contract)
+        for name in (GRAPH_FILE, DATA_FILE):
+            files[f"{prefix}{name}"] = file_entry(folder / prefix / name, written.checksums[name])
     if flushed:
-        n_flushed = sum(flushed.values())
         say(
-            f"note: {n_flushed:,} values of {len(flushed)} weights are too small for {request.dtype} and became zero; see report.json"
+            f"note: {sum(flushed.values()):,} values of {len(flushed)} weights are too small for {spec.dtype} and became zero; "
+            "see report.json"
         )
-    is_model = request.unit.kind == "model"
-    for path in request.tokenizer_files if is_model else ():
-        shutil.copyfile(path, folder / path.name)
-        files[path.name] = file_entry(folder / path.name)
-    if request.unit.cache == "growing":
-        settings = genai_config(request.config, max_positions, request.end_token_ids, GRAPH_FILE)
-        (folder / GENAI_CONFIG_FILE).write_text(to_json(settings), encoding="utf-8")
-        files[GENAI_CONFIG_FILE] = file_entry(folder / GENAI_CONFIG_FILE)
+    files |= _write_companions(request, folder)
     manifest = Manifest(
-        config=request.config,
-        unit=request.unit,
-        dtype=request.dtype,
-        attention_dtype=attention_dtype,
-        max_positions=max_positions,
+        spec=spec,
         weights=request.weights.description,
-        end_token_ids=request.end_token_ids if is_model else (),
-        contract=graph_contract(request.config, request.unit, request.dtype),
+        end_token_ids=request.end_token_ids if spec.unit.kind == "model" else (),
+        contract=spec.contract,
         files=files,
         parts=parts,
-        weight_format=request.weight_format,
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return manifest, flushed
+
+
+def _write_graph(
+    request: ExportRequest,
+    bounds: Bounds | None,
+    folder: Path,
+    progress: Callable[[int], None],
+    say: Callable[[str], None],
+) -> WrittenGraph:
+    """Writes the graph of the unit, or of the layers of one part, with its weights, and checks it."""
+    folder.mkdir(exist_ok=True)
+    with timed(log, "traced"):
+        graph = assemble(request.spec, bounds)
+    say("write: graph and weights")
+    with timed(log, "written"):
+        written = write_graph(graph, folder, request.weights, progress)
+    with timed(log, "graph checked against its contract"):
+        check_graph(folder / GRAPH_FILE, graph.contract)
+    return written
+
+
+def _write_companions(request: ExportRequest, folder: Path) -> dict[str, dict]:
+    """Writes the files that a model takes along: its tokenizer, and the settings of onnxruntime-genai; returns their entries."""
+    files = {}
+    for path in request.tokenizer_files if request.unit.kind == "model" else ():
+        shutil.copyfile(path, folder / path.name)
+        files[path.name] = file_entry(folder / path.name)
+    if request.unit.cache == "growing":
+        settings = genai_config(request.config, request.spec.max_positions, request.end_token_ids, GRAPH_FILE)
+        (folder / GENAI_CONFIG_FILE).write_text(to_json(settings), encoding="utf-8")
+        files[GENAI_CONFIG_FILE] = file_entry(folder / GENAI_CONFIG_FILE)
+    return files

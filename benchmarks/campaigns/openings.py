@@ -17,6 +17,7 @@ from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckFailed, InputError
 from exporter.model.weights import RandomWeights
 from exporter.spec.feeds import step_feeds
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
@@ -53,7 +54,7 @@ class Opening:
             if self._is_model
             else rng.standard_normal(shape).astype(np.float32)
         )
-        reference = EagerStepper.from_weights(TINY, unit, "fp32", CAPACITY, RandomWeights(TINY, 0))
+        reference = EagerStepper.from_weights(GraphSpec(TINY, unit, "fp32", CAPACITY), RandomWeights(TINY, 0))
         feeds = step_feeds(
             reference.contract.step_inputs[0].name, self._x[None], np.array([0]), np.array([N_PROMPT + 1])
         )

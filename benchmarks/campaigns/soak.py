@@ -37,6 +37,7 @@ from exporter.bundle.bundle import Bundle
 from exporter.common.errors import CheckFailed, InputError, NumericalError
 from exporter.model.weights import RandomWeights
 from exporter.spec.feeds import step_feeds
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
@@ -75,7 +76,7 @@ class Server:
         self.session, self.seed = session, seed
         self.is_model = session.manifest.unit.kind == "model"
         unit = Unit.parse("model", TINY, None, "all") if self.is_model else session.manifest.unit
-        self._reference = EagerStepper.from_weights(TINY, unit, "fp32", CAPACITY, RandomWeights(TINY, 0))
+        self._reference = EagerStepper.from_weights(GraphSpec(TINY, unit, "fp32", CAPACITY), RandomWeights(TINY, 0))
         self._checking = threading.Lock()
         self._backend = FaultyBackend(session)
         self._asked: queue.Queue = queue.Queue()  # (slot, inputs, future)

@@ -10,7 +10,7 @@ import torch
 from benchmarks.contenders.interface import Base
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.spec.feeds import step_feeds
-from exporter.spec.limits import check_max_positions
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import HostCache
@@ -29,10 +29,8 @@ class Contender(Base[State]):
         torch.set_num_threads(threads)
         opened = open_checkpoint(model)
         self._config = opened.config
-        positions = check_max_positions(None, opened.config)
-        self._stepper = EagerStepper.from_weights(
-            opened.config, Unit.parse("model", opened.config), "fp32", positions, opened.weights
-        )
+        spec = GraphSpec.checked(opened.config, Unit.parse("model", opened.config), "fp32")
+        self._stepper = EagerStepper.from_weights(spec, opened.weights)
         self.version = self._stepper.description
 
     def start(self, batch: int, capacity: int) -> State:

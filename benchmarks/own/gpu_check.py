@@ -96,13 +96,13 @@ def exported(name: str, config: ModelConfig, max_positions: int) -> Bundle:
 def parity(bundle: Bundle, stepper: Stepper) -> str:
     """All scenarios of the unit against float32 eager over the same weights, as export validates them."""
     manifest = bundle.manifest
-    config, unit, positions = manifest.config, manifest.unit, manifest.max_positions
+    unit = manifest.unit
     weights = reference_weights(bundle)
 
     def recorded(s: Stepper):
-        return record(config, unit, positions, s, manifest.contract)
+        return record(manifest.spec, s)
 
-    reference = recorded(EagerStepper.from_weights(config, unit, "fp32", positions, weights))
+    reference = recorded(EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), weights))
     comparisons = compare(reference, recorded(stepper), tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
     if not all(c.passed for c in comparisons):
         comparisons = judge_by_control(comparisons, reference, recorded(EagerStepper.from_bundle(bundle)))

@@ -23,6 +23,7 @@ from engines.comparison.observers import SCORES, Observer, StepperObserver, Valu
 from exporter.model.weights import WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import Contract
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper, feed_tensor, to_numpy, to_torch
@@ -222,22 +223,19 @@ class Reference:
 
 
 def make_reference(
-    config: ModelConfig,
-    unit: Unit,
-    dtype: str,
-    max_positions: int,
-    contract: Contract,
+    spec: GraphSpec,
     weights: WeightSource,
     seed: int,
 ) -> Reference:
     """Runs the float64 reference and the definition in the bundle's dtype over the audit's steps.
 
-    `weights` must be rounded to `dtype` already; both hold them exactly.
+    `weights` must be rounded to the spec's dtype already; both hold them exactly.
     """
-    scenario = audit_scenario(max_positions)
-    feeds = audit_feeds(contract, config, scenario, seed)
-    stepper = EagerStepper.from_weights(config, unit, "fp64", max_positions, weights)
-    reference = Reference(config, unit, dtype, stepper)
+    dtype = spec.dtype
+    scenario = audit_scenario(spec.max_positions)
+    feeds = audit_feeds(spec.contract, spec.config, scenario, seed)
+    stepper = EagerStepper.from_weights(spec.in_dtype("fp64"), weights)
+    reference = Reference(spec.config, spec.unit, dtype, stepper)
     shape = (len(scenario.steps[0]), scenario.capacity)
     carried_cache, local_cache = stepper.new_cache(*shape), stepper.new_cache(*shape)
     observer = StepperObserver(stepper)
@@ -247,7 +245,7 @@ def make_reference(
         past = [array.astype(numpy_dtype(dtype)) for array in local_cache.arrays]
         local, given = _observe_rounded(stepper, step, local_cache, dtype)
         reference.steps.append(StepReference(step, carried, given, local, {}, past))
-    definition = StepperObserver(EagerStepper.from_weights(config, unit, dtype, max_positions, weights))
+    definition = StepperObserver(EagerStepper.from_weights(spec, weights))
     for done in reference.steps:
         done.definition = definition.observe(done.feeds, _filled(definition, done.past), done.given)
     return reference

@@ -204,16 +204,7 @@ class Comparer:
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
     def record(self, stepper: Stepper) -> Recording:
-        manifest = self.bundle.manifest
-        return record(
-            manifest.config,
-            manifest.unit,
-            manifest.max_positions,
-            stepper,
-            manifest.contract,
-            self.request.seed,
-            self.limits,
-        )
+        return record(self.bundle.manifest.spec, stepper, self.request.seed, self.limits)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Stepper]:
@@ -239,8 +230,7 @@ class Comparer:
             stepper.close()
 
     def _eager(self, dtype: str) -> EagerStepper:
-        manifest = self.bundle.manifest
-        return EagerStepper.from_weights(manifest.config, manifest.unit, dtype, manifest.max_positions, self.weights)
+        return EagerStepper.from_weights(self.bundle.manifest.spec.in_dtype(dtype), self.weights)
 
     def _control(self, exact: Recording | None) -> Control:
         dtype = self.bundle.manifest.dtype
@@ -276,16 +266,7 @@ class Comparer:
         return [replace(r, audit=audits.get(r.backend)) for r in results]
 
     def reference(self) -> Reference:
-        manifest = self.bundle.manifest
-        return make_reference(
-            manifest.config,
-            manifest.unit,
-            manifest.dtype,
-            manifest.max_positions,
-            manifest.contract,
-            self.weights,
-            self.request.seed,
-        )
+        return make_reference(self.bundle.manifest.spec, self.weights, self.request.seed)
 
     def observer(self, name: str, reference: Reference) -> Observer:
         if name == "interpreter":

@@ -109,7 +109,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
             "polygraphy: got a bf16 bundle, and its files hold numpy arrays, which have no such dtype; export with --dtype fp16 or fp32"
         )
     weights = reference_weights(bundle)
-    reference = EagerStepper.from_weights(manifest.config, manifest.unit, "fp32", manifest.max_positions, weights)
+    reference = EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), weights)
     rng = np.random.default_rng(seed)
     for scenario in cache_scenarios(manifest.max_positions, limits):
         cache = reference.new_cache(len(scenario.steps[0]), scenario.capacity)

@@ -16,7 +16,8 @@ from exporter.common.documents import parse_document, read_document, to_json
 from exporter.common.errors import BundleError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
 from exporter.spec.dtypes import DTYPES
-from exporter.spec.tensors import OPSET, Contract, TensorSpec, graph_contract, part_contract
+from exporter.spec.graph_spec import GraphSpec
+from exporter.spec.tensors import OPSET, Contract, TensorSpec
 from exporter.spec.unit import CACHES, COMPONENTS, LOGITS, UNIT_KINDS, Bounds, Unit, part_bounds
 from exporter.spec.weight_formats import WeightFormat
 
@@ -49,30 +50,44 @@ class Manifest:
     """What a bundle is.
 
     Attributes:
-        config: the whole model's geometry, also where the unit is a part of it.
-        unit: what of it this graph covers.
-        dtype: dtype name of weights, hidden states and cache.
-        attention_dtype: "fp32" where attention runs between casts, else the bundle's dtype.
-        max_positions: N; positions 0 to 2N − 1 have a rotation, a cache holds at most N rows.
+        spec: the identity of the graph: geometry, unit, dtypes, positions and format of the weights.
         weights: {"source": "random", "seed": n} or {"source": "checkpoint"}.
         end_token_ids: tokens that end a generation; empty unless the unit is a model with a tokenizer.
         contract: the graph's inputs, outputs and cache pairs; of a unit in parts, those of all parts as one.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
         parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
-        weight_format: how matrices are stored where it is not in `dtype`.
     """
 
-    config: ModelConfig
-    unit: Unit
-    dtype: str
-    attention_dtype: str
-    max_positions: int
+    spec: GraphSpec
     weights: dict
     end_token_ids: tuple[int, ...]
     contract: Contract
     files: dict[str, dict]
     parts: tuple[Bounds, ...] = ()
-    weight_format: WeightFormat | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.spec.config
+
+    @property
+    def unit(self) -> Unit:
+        return self.spec.unit
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    @property
+    def attention_dtype(self) -> str:
+        return self.spec.attention_dtype
+
+    @property
+    def max_positions(self) -> int:
+        return self.spec.max_positions
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        return self.spec.weight_format
 
     @property
     def largest_number(self) -> int:
@@ -89,10 +104,11 @@ class Manifest:
     def of_part(self, index: int) -> Manifest:
         """The manifest of one part, as though it were a stack's bundle of its own; blocks keep the unit's numbers."""
         bounds, prefix = self.parts[index], f"{part_folder(index)}/"
+        unit = replace(self.unit, kind="stack", n_layers=bounds[1] - bounds[0], logits="last")
         return replace(
             self,
-            unit=replace(self.unit, kind="stack", n_layers=bounds[1] - bounds[0], logits="last"),
-            contract=part_contract(self.config, self.unit, self.dtype, bounds),
+            spec=replace(self.spec, unit=unit),
+            contract=self.spec.part_contract(bounds),
             files={name.removeprefix(prefix): entry for name, entry in self.files.items() if name.startswith(prefix)},
             parts=(),
         )
@@ -169,11 +185,14 @@ class Manifest:
         try:
             _check_keys(data)
             manifest = cls(
-                config=ModelConfig.from_dict(data["config"]),
-                unit=Unit(**data["unit"]),
-                dtype=data["dtype"],
-                attention_dtype=data["attention_dtype"],
-                max_positions=data["max_positions"],
+                spec=GraphSpec(
+                    config=ModelConfig.from_dict(data["config"]),
+                    unit=Unit(**data["unit"]),
+                    dtype=data["dtype"],
+                    max_positions=data["max_positions"],
+                    float32_attention=data["attention_dtype"] != data["dtype"],
+                    weight_format=WeightFormat(**data["weight_format"]) if data["weight_format"] is not None else None,
+                ),
                 weights=data["weights"],
                 end_token_ids=tuple(data["end_token_ids"]),
                 contract=Contract(
@@ -183,14 +202,13 @@ class Manifest:
                 ),
                 files=data["files"],
                 parts=tuple((first, stop) for first, stop in data["parts"]),
-                weight_format=WeightFormat(**data["weight_format"]) if data["weight_format"] is not None else None,
             )
             problem = _first_problem(manifest, data)
         except (InputError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise BundleError(f"{subject}: malformed ({str(error)[:300]}); export the bundle again") from None
         if problem:
             raise BundleError(f"{subject}: {problem[:300]}; export the bundle again")
-        contract = graph_contract(manifest.config, manifest.unit, manifest.dtype)
+        contract = manifest.spec.contract
         if manifest.contract != contract:
             raise BundleError(
                 f"{subject}: its tensors are not those of a {manifest.dtype} {manifest.unit}; export the bundle again"
@@ -312,8 +330,8 @@ def _first_problem(manifest: Manifest, data: dict) -> str | None:
         return f"got parts {manifest.parts!r} for a {unit}"
     if manifest.weight_format is not None:
         manifest.weight_format.check(manifest.config)
-    if manifest.attention_dtype not in (manifest.dtype, "fp32"):
-        return f"got attention_dtype {manifest.attention_dtype!r}, expected {manifest.dtype} or fp32"
+    if data["attention_dtype"] not in (manifest.dtype, "fp32"):
+        return f"got attention_dtype {data['attention_dtype']!r}, expected {manifest.dtype} or fp32"
     if not _is_whole(manifest.max_positions) or not 1 <= manifest.max_positions <= manifest.config.context_length:
         return f"got max_positions {manifest.max_positions!r}, expected 1 to {manifest.config.context_length}"
     seed = manifest.weights.get("seed", 0)

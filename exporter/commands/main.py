@@ -15,7 +15,8 @@ from exporter.costs.ledger import Ledger
 from exporter.costs.roofline import Step, roofline
 from exporter.spec.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
 from exporter.spec.dtypes import DTYPES, lookup_dtype
-from exporter.spec.limits import DEFAULT_MAX_POSITIONS, check_max_positions
+from exporter.spec.graph_spec import GraphSpec
+from exporter.spec.limits import DEFAULT_MAX_POSITIONS
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import COMPONENTS, LOGITS, Unit
 from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat
@@ -360,14 +361,10 @@ def _request(arguments: argparse.Namespace) -> ExportRequest:
     weight_format = _weight_format(arguments)
     n_parts = 1 if arguments.parts is None else arguments.parts
     if arguments.part_budget is not None:
-        lookup_dtype(arguments.dtype)
-        if weight_format is not None:
-            weight_format.check(config)
-        positions, budget_bytes = (
-            check_max_positions(arguments.max_positions, config),
-            int(arguments.part_budget * 2**30),
+        spec = GraphSpec.checked(
+            config, unit, arguments.dtype, arguments.max_positions, arguments.attention_dtype, weight_format
         )
-        n_parts = parts_within(config, unit, arguments.dtype, positions, weight_format, budget_bytes)
+        n_parts = parts_within(spec, int(arguments.part_budget * 2**30))
     return ExportRequest(
         config=config,
         unit=unit,

@@ -7,33 +7,24 @@ from collections.abc import Iterator
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import stored_bytes
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Bounds, Unit, part_bounds
-from exporter.spec.weight_formats import WeightFormat, is_quantized
+from exporter.spec.weight_formats import is_quantized
 
 COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
 
 
-def parts_within(
-    config: ModelConfig,
-    unit: Unit,
-    dtype: str,
-    max_positions: int,
-    weight_format: WeightFormat | None,
-    budget_bytes: int,
-) -> int:
+def parts_within(spec: GraphSpec, budget_bytes: int) -> int:
     """The fewest parts of which each can be compiled within a budget: that takes about three times the part's weights.
 
     Raises:
         InputError: one layer alone needs more.
     """
     largest = 0
-    for n_parts in range(1, unit.n_layers + 1):
-        parts = part_bounds(unit.n_layers, n_parts)
-        largest = max(
-            COMPILE_COPIES * stored_weights_bytes(config, unit, dtype, max_positions, weight_format, bounds)
-            for bounds in parts
-        )
+    for n_parts in range(1, spec.unit.n_layers + 1):
+        parts = part_bounds(spec.unit.n_layers, n_parts)
+        largest = max(COMPILE_COPIES * stored_weights_bytes(spec, bounds) for bounds in parts)
         if largest <= budget_bytes:
             return n_parts
     raise InputError(
@@ -41,21 +32,14 @@ def parts_within(
     )
 
 
-def stored_weights_bytes(
-    config: ModelConfig,
-    unit: Unit,
-    dtype: str,
-    max_positions: int,
-    weight_format: WeightFormat | None = None,
-    bounds: Bounds | None = None,
-) -> int:
+def stored_weights_bytes(spec: GraphSpec, bounds: Bounds | None = None) -> int:
     """Bytes of all tensors in one graph's data file, without what lies between them.
 
     Args:
-        config, unit, dtype, weight_format: as in the bundle's manifest.
-        max_positions: N; the graph has RoPE tables of 2N rows.
+        spec: the graph. It has RoPE tables of 2N rows where `max_positions` is N.
         bounds: the layers of one part; None takes the unit as one graph.
     """
+    config, unit, dtype, weight_format = spec.config, spec.unit, spec.dtype, spec.weight_format
     n_bytes = 0
     for name, shape in _matrices(config, unit, bounds or (0, unit.n_layers), weight_format is not None):
         if weight_format is not None and is_quantized(name):
@@ -66,7 +50,7 @@ def stored_weights_bytes(
             n_bytes += stored_bytes(dtype, shape)
     if unit.kind != "component":
         n_bytes += 2 * stored_bytes(
-            "fp32", (2 * max_positions, config.head_dim // 2)
+            "fp32", (2 * spec.max_positions, config.head_dim // 2)
         )  # cos and sin, of every graph that has blocks
     return n_bytes
 

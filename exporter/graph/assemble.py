@@ -21,11 +21,11 @@ from exporter.graph.pieces import (
     zero_pads_piece,
 )
 from exporter.graph.stored_tensor import StoredTensor
-from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_NAMES, ONNX_TYPES
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import MERGED_WEIGHTS, ROPE_TABLES
-from exporter.spec.tensors import IR_VERSION, OPSET, Contract, graph_contract, part_contract
-from exporter.spec.unit import Bounds, Unit
+from exporter.spec.tensors import IR_VERSION, OPSET, Contract
+from exporter.spec.unit import Bounds
 from exporter.spec.weight_formats import WeightFormat, is_quantized
 
 Stored = tuple[
@@ -38,45 +38,32 @@ class AssembledGraph:
     """A whole graph whose initializers hold no data yet, and the list of what they must hold, in file order.
 
     Attributes:
-        weight_format: of the tensors that hold parts of a weight.
-        dtype: of the graph's floating-point values.
+        spec: the identity of the graph; of the whole unit, where the graph is one part of it.
+        contract: the inputs and outputs of this graph.
     """
 
+    spec: GraphSpec
     model: ir.Model
     stored: list[StoredTensor]
     contract: Contract
-    dtype: str
-    weight_format: WeightFormat | None
 
 
-def assemble(
-    config: ModelConfig,
-    unit: Unit,
-    dtype: str,
-    max_positions: int,
-    float32_attention: bool = False,
-    part: Bounds | None = None,
-    weight_format: WeightFormat | None = None,
-) -> AssembledGraph:
+def assemble(spec: GraphSpec, part: Bounds | None = None) -> AssembledGraph:
     """Builds the ONNX graph of a unit, or of one part of it. No weight is read or allocated."""
-    if unit.kind == "component":
-        assembly = _Assembly(graph_contract(config, unit, dtype), dtype, weight_format)
-        assembly.component(config, unit, float32_attention)
+    if spec.unit.kind == "component":
+        assembly = _Assembly(spec, spec.contract)
+        assembly.component()
         return assembly.finish()
-    part = part or (0, unit.n_layers)
-    whole = part == (0, unit.n_layers)
-    assembly = _Assembly(
-        graph_contract(config, unit, dtype) if whole else part_contract(config, unit, dtype, part), dtype, weight_format
-    )
-    assembly.decoder(config, unit, max_positions, float32_attention, part)
+    part = part or (0, spec.unit.n_layers)
+    assembly = _Assembly(spec, spec.part_contract(part))
+    assembly.decoder(part)
     return assembly.finish()
 
 
 @dataclass
 class _Assembly:
+    spec: GraphSpec
     contract: Contract
-    dtype: str
-    weight_format: WeightFormat | None
     nodes: list[ir.Node] = field(default_factory=list)
     values: dict[str, ir.Value] = field(default_factory=dict)  # graph inputs by name
     outputs: dict[str, ir.Value] = field(default_factory=dict)  # graph outputs by name
@@ -90,9 +77,9 @@ class _Assembly:
                 name=spec.name, shape=ir.Shape(spec.axes), type=ir.TensorType(ir.DataType(ONNX_TYPES[spec.dtype]))
             )
 
-    def component(self, config: ModelConfig, unit: Unit, float32_attention: bool) -> None:
-        assert unit.component is not None, "the unit is a component"
-        (fragment,) = trace_fragments([component_piece(config, unit.component, self.dtype, float32_attention)])
+    def component(self) -> None:
+        unit = self.spec.unit
+        (fragment,) = trace_fragments([component_piece(self.spec)])
         weights = {
             name: _block_weight(_name_in_block(f"{unit.component}.{name}"), 0, unit.first_layer)
             for name in fragment.parameters
@@ -100,22 +87,15 @@ class _Assembly:
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
-    def decoder(
-        self, config: ModelConfig, unit: Unit, max_positions: int, float32_attention: bool, part: Bounds
-    ) -> None:
+    def decoder(self, part: Bounds) -> None:
         """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
-        step = self.values
+        step, spec, unit = self.values, self.spec, self.spec.unit
         growing = unit.cache == "growing"
         embeds = unit.kind == "model" and part[0] == 0
         ends = unit.kind == "model" and part[1] == unit.n_layers
-        pieces = [
-            prologue_piece(config, max_positions, growing),
-            block_piece(config, self.dtype, float32_attention, growing),
-            head_piece(config, self.dtype, unit.logits, self.weight_format is not None)
-            if ends
-            else zero_pads_piece(config, self.dtype),
-            *([embedding_piece(config, self.dtype)] if embeds else []),
-        ]
+        pieces = [prologue_piece(spec), block_piece(spec), head_piece(spec) if ends else zero_pads_piece(spec)]
+        if embeds:
+            pieces.append(embedding_piece(spec))
         prologue, block, epilogue, *embedding = trace_fragments(pieces)
         shared, real = self._prologue(prologue, growing)
         hidden = step["input_ids" if embeds else "hidden_states"]
@@ -127,7 +107,7 @@ class _Assembly:
             hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
         if ends:
-            self._head(epilogue, config, unit, hidden)
+            self._head(epilogue, hidden)
         else:
             assert real is not None, "only a whole model's cache grows"
             (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, real], "", {})
@@ -144,15 +124,17 @@ class _Assembly:
         *shared, real = results
         return [*shared, self.values["write_indices"]], real
 
-    def _head(self, head: Fragment, config: ModelConfig, unit: Unit, hidden: ir.Value) -> None:
-        matrix = "embedding.weight" if config.tie_word_embeddings else "lm_head.weight"
+    def _head(self, head: Fragment, hidden: ir.Value) -> None:
+        matrix = "embedding.weight" if self.spec.config.tie_word_embeddings else "lm_head.weight"
         weights: dict[str, Stored] = {
             "weight": (matrix, (matrix,), False),
             "norm.weight": ("norm.weight", ("norm.weight",), False),
         }
-        if self.weight_format is not None:  # integers of its own, [in, out], also where the values are the embedding's
+        if (
+            self.spec.weight_format is not None
+        ):  # integers of its own, [in, out], also where the values are the embedding's
             weights["weight"] = ("lm_head.weight", (matrix,), True)
-        names = ("write_indices", "attention_mask") if unit.logits == "last" else ()
+        names = ("write_indices", "attention_mask") if self.spec.unit.logits == "last" else ()
         (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
     def add(
@@ -177,8 +159,9 @@ class _Assembly:
     def _weight(self, parameter: ir.Value, name: str, weights: tuple[str, ...], transposed: bool) -> ir.Value:
         assert parameter.shape is not None, "weights have shapes"
         shape = tuple(parameter.shape.numpy())
-        if self.weight_format is not None and is_quantized(name):
-            return self._dequantized(name, weights, shape, self.weight_format.of(name))
+        weight_format = self.spec.weight_format
+        if weight_format is not None and is_quantized(name):
+            return self._dequantized(name, weights, shape, weight_format.of(name))
         assert parameter.dtype is not None, "weights have dtypes"
         dtype = ONNX_NAMES[parameter.dtype]
         return self._initializer(StoredTensor(name, weights, dtype, shape, transposed))
@@ -188,7 +171,7 @@ class _Assembly:
     ) -> ir.Value:
         """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
         if name not in self.dequantized:
-            tensors = weight_format.tensors((shape[0], shape[1]), self.dtype)
+            tensors = weight_format.tensors((shape[0], shape[1]), self.spec.dtype)
             inputs = [
                 self._initializer(StoredTensor(f"{name}.{part}", weights, *tensor, True, part))
                 for part, tensor in tensors.items()
@@ -199,7 +182,7 @@ class _Assembly:
             result.name, result.shape, result.type = (
                 name,
                 ir.Shape(shape),
-                ir.TensorType(ir.DataType(ONNX_TYPES[self.dtype])),
+                ir.TensorType(ir.DataType(ONNX_TYPES[self.spec.dtype])),
             )
             self.nodes.append(node)
             self.dequantized[name] = result
@@ -244,7 +227,7 @@ class _Assembly:
         )
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="blockline", producer_version=__version__)
         CommonSubexpressionEliminationPass()(model)  # prologue and head read the same sizes
-        return AssembledGraph(model, list(self.stored.values()), self.contract, self.dtype, self.weight_format)
+        return AssembledGraph(self.spec, model, list(self.stored.values()), self.contract)
 
 
 def _name_in_block(parameter: str) -> str:

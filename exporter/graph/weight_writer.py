@@ -64,7 +64,6 @@ class WrittenGraph:
 def write_graph(
     graph: AssembledGraph,
     folder: Path,
-    config: ModelConfig,
     weights: WeightSource,
     progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> WrittenGraph:
@@ -83,7 +82,7 @@ def write_graph(
     offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
     buffers = _Buffers()
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, data, n_flushed in _ahead(_pieces(graph, config, weights, buffers)):
+        for stored, data, n_flushed in _ahead(_pieces(graph, weights, buffers)):
             if stored.name in offsets:  # its first piece
                 offset = offsets.pop(stored.name)
                 file.write(bytes(offset - end))
@@ -210,22 +209,23 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
         torch.set_num_threads(threads)
 
 
-def _pieces(
-    graph: AssembledGraph, config: ModelConfig, weights: WeightSource, buffers: _Buffers
-) -> Iterator[Callable[[], Piece]]:
+def _pieces(graph: AssembledGraph, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
     runs: list[_RoundedRun] = []
     for stored in graph.stored:
         if not stored.part:
-            yield from (partial(_piece, stored, read, buffers) for read in _reads(stored, config, weights, SLICE_BYTES))
+            yield from (
+                partial(_piece, stored, read, buffers)
+                for read in _reads(stored, graph.spec.config, weights, SLICE_BYTES)
+            )
             continue
         if stored.part == QUANTIZED_PARTS[0]:  # the others of the same weight follow
-            assert graph.weight_format is not None, "only a weight format has weights in parts"
-            weight_format = graph.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
+            assert graph.spec.weight_format is not None, "only a weight format has weights in parts"
+            weight_format = graph.spec.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
             blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
             runs = [
-                _RoundedRun(read, weight_format, graph.dtype)
-                for read in _reads(stored, config, weights, ROUNDED_SLICE_BYTES, blocks)
+                _RoundedRun(read, weight_format, graph.spec.dtype)
+                for read in _reads(stored, graph.spec.config, weights, ROUNDED_SLICE_BYTES, blocks)
             ]
         yield from (partial(run.piece, stored) for run in runs)
 

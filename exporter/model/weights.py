@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from exporter.common.errors import InputError
 from exporter.model.block import canonical_name, eager_module
 from exporter.spec.catalogue import ModelConfig
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
@@ -80,19 +81,15 @@ class RoundedWeights:
         return self._weights.read(name, columns, rows).to(self._dtype).float()
 
 
-def load_eager(config: ModelConfig, unit: Unit, max_positions: int, weights: WeightSource, dtype: str) -> nn.Module:
-    """The eager module of a unit, its parameters filled from `weights` in `dtype`, ready to run."""
+def load_eager(spec: GraphSpec, weights: WeightSource) -> nn.Module:
+    """Returns the eager module of a unit, its parameters filled from `weights` in the spec's dtype, ready to run."""
+    dtype = TORCH_DTYPES[spec.dtype]
     with torch.device("meta"):
-        module = eager_module(config, unit, max_positions)
-    stored: dict[str, Tensor] = {}
-    for name in weight_shapes(config, unit):
-        stored[name] = weights.read(name).to(TORCH_DTYPES[dtype])
-    if config.tie_word_embeddings and unit.kind == "model":
-        stored["lm_head.weight"] = (
-            weights.read("lm_head.weight").to(TORCH_DTYPES[dtype])
-            if weights.has_own_head
-            else stored["embedding.weight"]
-        )
-    state = {parameter: stored[canonical_name(unit, parameter)] for parameter in module.state_dict()}
+        module = eager_module(spec.config, spec.unit, spec.max_positions)
+    stored = {name: weights.read(name).to(dtype) for name in spec.weight_shapes}
+    if spec.config.tie_word_embeddings and spec.unit.kind == "model":
+        own_head = weights.read("lm_head.weight").to(dtype) if weights.has_own_head else None
+        stored["lm_head.weight"] = stored["embedding.weight"] if own_head is None else own_head
+    state = {parameter: stored[canonical_name(spec.unit, parameter)] for parameter in module.state_dict()}
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)

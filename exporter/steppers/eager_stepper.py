@@ -13,10 +13,9 @@ from exporter.bundle.bundle import Bundle
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.observe import See, unseen
 from exporter.model.weights import WeightSource, load_eager
-from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import numpy_dtype
-from exporter.spec.tensors import TensorSpec, graph_contract
-from exporter.spec.unit import Unit
+from exporter.spec.graph_spec import GraphSpec
+from exporter.spec.tensors import TensorSpec
 from exporter.steppers.protocol import HostCache, Stepper
 
 
@@ -48,24 +47,20 @@ class EagerStepper(Stepper[HostCache]):
 
     backend = "eager"
 
-    def __init__(self, config: ModelConfig, unit: Unit, dtype: str, module: nn.Module) -> None:
-        self.contract = graph_contract(config, unit, dtype)
-        self.description = f"eager PyTorch {torch.__version__} in {dtype} on the CPU"
+    def __init__(self, spec: GraphSpec, module: nn.Module) -> None:
+        self.contract = spec.contract
+        self.description = f"eager PyTorch {torch.__version__} in {spec.dtype} on the CPU"
         self.module = module
 
     @classmethod
-    def from_weights(
-        cls, config: ModelConfig, unit: Unit, dtype: str, max_positions: int, weights: WeightSource
-    ) -> EagerStepper:
+    def from_weights(cls, spec: GraphSpec, weights: WeightSource) -> EagerStepper:
         """Fills the eager module from any weight source, such as the checkpoint a bundle is made from."""
-        return cls(config, unit, dtype, load_eager(config, unit, max_positions, weights, dtype))
+        return cls(spec, load_eager(spec, weights))
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> EagerStepper:
         """Fills the eager module from the weights that the bundle's graph uses, mapped from its data file."""
-        manifest = bundle.manifest
-        weights = bundle_weights(bundle)
-        return cls.from_weights(manifest.config, manifest.unit, manifest.dtype, manifest.max_positions, weights)
+        return cls.from_weights(bundle.manifest.spec, bundle_weights(bundle))
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
         return HostCache(self.contract, n_rows, capacity)

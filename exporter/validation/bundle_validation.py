@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -12,8 +11,6 @@ from exporter.common.errors import InputError
 from exporter.common.memory import available_host_bytes
 from exporter.model.weights import WeightSource
 from exporter.placing.temporaries import scratch_folder
-from exporter.spec.parameters import weight_shapes
-from exporter.spec.tensors import graph_contract
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.validation.by_layer import LayerValidation
 from exporter.validation.comparison import Comparison, compare, summarize
@@ -55,30 +52,27 @@ def validate_bundle(
         The section for report.json, and the comparisons it was made from.
     """
     manifest = bundle.manifest
-    config, unit, max_positions = manifest.config, manifest.unit, manifest.max_positions
     rounded = reference_weights(bundle, weights)
     if _validates_by_layer(manifest, by_layer, say):
         return _validate_layers(bundle, rounded, seed, say)
     arithmetic = "fp32" if manifest.dtype == "bf16" else manifest.dtype  # what the graph is run in
-    growing = unit.cache == "growing"
-    unit = dataclasses.replace(
-        unit, cache="in_place"
-    )  # what the eager definition does, and how a growing graph is driven
-    inputs, limits = graph_contract(config, unit, arithmetic), RunLimits(ragged=not growing)
+    growing = manifest.unit.cache == "growing"
+    spec = manifest.spec.in_place().in_dtype(arithmetic)  # a growing graph is driven as an in-place one
+    limits = RunLimits(ragged=not growing)
 
     def run_eager(dtype: str) -> tuple[Recording, str]:
-        stepper = EagerStepper.from_weights(config, unit, dtype, max_positions, rounded)
-        return record(config, unit, max_positions, stepper, inputs, seed, limits), stepper.description
+        stepper = EagerStepper.from_weights(spec.in_dtype(dtype), rounded)
+        return record(spec, stepper, seed, limits), stepper.description
 
     reference, reference_description = run_eager("fp32")
     with scratch_folder() as scratch:
         stepper = open_onnxruntime(bundle, scratch, growing)
         candidate, candidate_description = (
-            record(config, unit, max_positions, stepper, inputs, seed, limits),
+            record(spec, stepper, seed, limits),
             stepper.description,
         )
         stepper.close()
-    allowed = tolerance(("eager", "onnxruntime"), unit, manifest.dtype)
+    allowed = tolerance(("eager", "onnxruntime"), spec.unit, manifest.dtype)
     comparisons, control_description = compare(reference, candidate, allowed), None
     if not all(c.passed for c in comparisons):
         control, control_description = run_eager("fp64" if arithmetic == "fp32" else arithmetic)
@@ -101,7 +95,7 @@ def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable
         return False
     if by_layer is not None:
         return by_layer
-    parameters = sum(math.prod(shape) for shape in weight_shapes(manifest.config, unit).values())
+    parameters = sum(math.prod(shape) for shape in manifest.spec.weight_shapes.values())
     needed, free = 4 * parameters * VALIDATION_COPIES, available_host_bytes()
     if needed <= free:
         return False

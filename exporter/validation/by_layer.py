@@ -22,7 +22,7 @@ from exporter.model.block import RMSNorm
 from exporter.model.weights import WeightSource
 from exporter.placing.temporaries import scratch_folder
 from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
-from exporter.spec.tensors import SEQUENCE, Contract, TensorSpec, graph_contract
+from exporter.spec.tensors import SEQUENCE, Contract, TensorSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -176,26 +176,17 @@ class LayerValidation:
 
     def _block(self, model: onnx.ModelProto, folder: Path, layer: int, hidden_in: str) -> list[Comparison]:
         manifest = self.bundle.manifest
-        config, positions = manifest.config, manifest.max_positions
         unit = Unit("block", first_layer=manifest.unit.first_layer + layer)
-        inputs = graph_contract(config, unit, self._arithmetic)
+        block = dataclasses.replace(manifest.spec, unit=unit)
+        inputs = block.in_dtype(self._arithmetic)
 
         def eager(dtype: str) -> Recording:
-            return record(
-                config,
-                unit,
-                positions,
-                EagerStepper.from_weights(config, unit, dtype, positions, self.weights),
-                inputs,
-                self.seed,
-            )
+            return record(inputs, EagerStepper.from_weights(block.in_dtype(dtype), self.weights), self.seed)
 
         reference = eager("fp32")
-        piece = layer_graph(
-            model, layer, hidden_in or residual(layer - 1), graph_contract(config, unit, manifest.dtype)
-        )
-        with self._open(piece, folder, inputs) as stepper:
-            candidate = record(config, unit, positions, stepper, inputs, self.seed)
+        piece = layer_graph(model, layer, hidden_in or residual(layer - 1), block.contract)
+        with self._open(piece, folder, inputs.contract) as stepper:
+            candidate = record(inputs, stepper, self.seed)
         comparisons = compare(reference, candidate, tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
         if not all(c.passed for c in comparisons):
             comparisons = judge_by_control(

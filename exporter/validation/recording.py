@@ -11,8 +11,8 @@ from exporter.common.timing import timed
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.feeds import real_tokens
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import SEQUENCE, Contract
-from exporter.spec.unit import Unit
 from exporter.steppers.protocol import Stepper
 from exporter.validation.scenarios import COMPONENT_SIZES, RunLimits, Scenario, cache_scenarios, component_feeds
 
@@ -24,41 +24,36 @@ Recording = dict[tuple[str, str], list[np.ndarray | None]]
 
 
 def record(
-    config: ModelConfig,
-    unit: Unit,
-    max_positions: int,
+    spec: GraphSpec,
     stepper: Stepper,
-    inputs: Contract,
     seed: int = 0,
     limits: RunLimits = RunLimits(),  # noqa: B008 - frozen, so it can be shared
 ) -> Recording:
     """Runs every scenario of the unit and keeps what comparisons look at.
 
     Args:
-        config: the model's geometry.
-        unit: what the stepper runs.
-        max_positions: what the graph was exported for.
+        spec: what the stepper runs, in the dtype that the inputs are drawn in. Every stepper of one comparison gets the same.
         stepper: runs the steps.
-        inputs: the contract whose dtypes the inputs are drawn in; every stepper of one comparison gets the same.
         seed: of the random inputs.
         limits: what every stepper of the comparison takes.
     """
     if seed < 0:
         raise InputError(f"seed: got {seed}, expected 0 or more")
     rng = np.random.default_rng(seed)
+    inputs = spec.contract
     recording: Recording = {}
-    if unit.kind == "component":
+    if spec.unit.kind == "component":
         for sizes in COMPONENT_SIZES:
             name = "sizes " + " ".join(f"{axis}={size}" for axis, size in sizes.items())
-            outputs = stepper.run(component_feeds(inputs, config, unit, sizes, rng))
+            outputs = stepper.run(component_feeds(spec, sizes, rng))
             recording |= {
-                (name, spec.name): [_checked(outputs.get(spec.name), spec.dtype, inputs, stepper)]
-                for spec in inputs.outputs
+                (name, output.name): [_checked(outputs.get(output.name), output.dtype, inputs, stepper)]
+                for output in inputs.outputs
             }
         return recording
-    for scenario in cache_scenarios(max_positions, limits):
+    for scenario in cache_scenarios(spec.max_positions, limits):
         with timed(log, "%s: %s, %d steps", stepper.description, scenario.name, len(scenario.steps)):
-            recording |= _record_scenario(config, scenario, stepper, inputs, rng)
+            recording |= _record_scenario(spec.config, scenario, stepper, inputs, rng)
     return recording
 
 

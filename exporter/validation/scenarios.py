@@ -11,9 +11,9 @@ import numpy as np
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.feeds import step_feeds
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.rope import rotation_table
 from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, Contract
-from exporter.spec.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -122,19 +122,17 @@ COMPONENT_SIZES = (
 )
 
 
-def component_feeds(
-    contract: Contract, config: ModelConfig, unit: Unit, sizes: dict[str, int], rng: np.random.Generator
-) -> dict[str, np.ndarray]:
+def component_feeds(spec: GraphSpec, sizes: dict[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
     feeds = {}
-    for spec in contract.inputs:
-        shape = spec.shape(sizes)
-        if spec.name == "R":
-            feeds["R"] = rotation_table(config, shape[0])[: shape[0]]
-        elif spec.dtype == "bool":
+    for tensor in spec.contract.inputs:
+        shape = tensor.shape(sizes)
+        if tensor.name == "R":
+            feeds["R"] = rotation_table(spec.config, shape[0])[: shape[0]]
+        elif tensor.dtype == "bool":
             past = sizes[TOTAL] - sizes[SEQUENCE]
             visible = np.arange(sizes[TOTAL]) <= past + np.arange(sizes[SEQUENCE])[:, None]
-            feeds[spec.name] = np.broadcast_to(visible, shape).copy()
+            feeds[tensor.name] = np.broadcast_to(visible, shape).copy()
         else:
-            feeds[spec.name] = rng.standard_normal(shape).astype(numpy_dtype(spec.dtype))
+            feeds[tensor.name] = rng.standard_normal(shape).astype(numpy_dtype(tensor.dtype))
     return feeds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from exporter.bundle.bundle import Bundle
@@ -10,7 +9,6 @@ from exporter.graph.float32_twin import float32_twin
 from exporter.graph.quantize import QuantizedWeights
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RoundedWeights, WeightSource
-from exporter.spec.tensors import graph_contract
 from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
@@ -47,9 +45,7 @@ def open_onnxruntime(bundle: Bundle, scratch: Path, growing: bool = False) -> St
             path = float32_twin(part.folder, scratch)
         dtype = "fp32" if manifest.dtype == "bf16" else manifest.dtype
         if growing:
-            return GrowingStepper(
-                str(path), graph_contract(manifest.config, dataclasses.replace(manifest.unit, cache="in_place"), dtype)
-            )
+            return GrowingStepper(str(path), manifest.spec.in_place().in_dtype(dtype).contract)
         return OnnxruntimeStepper(str(path), manifest.contract.in_dtype(manifest.dtype, dtype), dtype)
 
     stepper = open_parts(bundle, open_part)

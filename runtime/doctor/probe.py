@@ -65,9 +65,7 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
     from exporter.validation.validation_steppers import reference_weights
 
     manifest = bundle.manifest
-    reference = EagerStepper.from_weights(
-        manifest.config, manifest.unit, "fp32", manifest.max_positions, reference_weights(bundle)
-    )
+    reference = EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), reference_weights(bundle))
     expected, got = decode(DecodeSession(bundle, reference, 2, CAPACITY)), decode(session)
     error = float(np.abs(got - expected).max() / np.sqrt(np.mean(expected**2)))
     allowed = CONTROL_FACTOR * tolerance(("eager", backend), manifest.unit, manifest.dtype).allowed

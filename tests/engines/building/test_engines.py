@@ -222,7 +222,9 @@ def parsed_block(bundle: Bundle, rtx, damage=lambda graph: None, capacity=32):
 
 def test_wrong_head_counts_are_refused(tiny_bundle, rtx):
     bundle = tiny_bundle("block", "fp16")
-    wrong = dataclasses.replace(bundle.manifest, config=dataclasses.replace(TINY, n_heads=8))
+    wrong = dataclasses.replace(
+        bundle.manifest, spec=dataclasses.replace(bundle.manifest.spec, config=dataclasses.replace(TINY, n_heads=8))
+    )
     with pytest.raises(CheckFailed, match="4 query heads on 2 KV heads of 16, expected 8 on 2"):
         check_network(parsed_block(bundle, rtx), wrong)
 

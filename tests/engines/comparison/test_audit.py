@@ -25,7 +25,7 @@ def reference_of(bundle: Bundle) -> Reference:
     """The reference over the bundle's own weights."""
     m = bundle.manifest
     weights = RoundedWeights(GraphWeights(bundle.folder, m.config, m.unit.first_layer, m.weights), m.dtype)
-    return make_reference(m.config, m.unit, m.dtype, m.max_positions, m.contract, weights, seed=0)
+    return make_reference(m.spec, weights, seed=0)
 
 
 def audited(bundle: Bundle, reference: Reference, backend: str) -> BackendAudit:

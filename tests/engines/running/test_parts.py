@@ -26,6 +26,7 @@ from exporter.costs.stored_size import parts_within
 from exporter.export import ExportRequest, export_bundle
 from exporter.graph.weight_reader import GraphWeights, bundle_weights
 from exporter.model.weights import RandomWeights
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import graph_contract
 from exporter.spec.unit import Unit, part_bounds
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
@@ -269,12 +270,12 @@ def test_a_budget_makes_as_few_parts_as_fit(capsys, tmp_path):
     from exporter.spec.catalogue import CATALOGUE
 
     config = CATALOGUE["llama3-8b"]
-    unit = Unit.parse("model", config)
-    assert parts_within(config, unit, "fp16", 8192, None, 60 << 30) == 1
-    counts = [parts_within(config, unit, "fp16", 8192, None, gib << 30) for gib in (24, 14, 8)]
+    spec = GraphSpec(config, Unit.parse("model", config), "fp16", 8192)
+    assert parts_within(spec, 60 << 30) == 1
+    counts = [parts_within(spec, gib << 30) for gib in (24, 14, 8)]
     assert counts == sorted(counts) and counts[0] >= 2
     with pytest.raises(InputError, match="what compiling one layer takes"):
-        parts_within(config, unit, "fp16", 8192, None, 1 << 30)
+        parts_within(spec, 1 << 30)
     base = ["export", "--model", "smollm2-135m", "--no-validate", "-o", str(tmp_path / "x")]
     for arguments, word in (
         (["--unit", "model", "--parts", "0"], "expected 1 to 30"), (["--unit", "model", "--parts", "31"], "expected 1 to 30"),

@@ -54,10 +54,7 @@ def tokens(batch, width, seed=0):
 def test_every_scenario_equals_eager_bit_for_bit(engine, unit, dtype, cuda_graphs):
     bundle, stepper, _ = engine(unit, dtype, cuda_graphs, max_seq_len=CAPACITY)
     manifest = bundle.manifest
-    recordings = [
-        record_scenarios(TINY, manifest.unit, MAX_POSITIONS, s, manifest.contract)
-        for s in (stepper, EagerStepper.from_bundle(bundle))
-    ]
+    recordings = [record_scenarios(manifest.spec, s) for s in (stepper, EagerStepper.from_bundle(bundle))]
     for key, expected in recordings[1].items():
         for a, b in zip(recordings[0][key], expected, strict=True):
             if cuda_graphs and a.dtype == np.float32:  # masked padding up to the bucket changes the order of sums

@@ -14,6 +14,7 @@ from exporter.common.errors import CheckpointError
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import RopeScaling
 from exporter.spec.feeds import step_feeds
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from tests.conftest import TINY
@@ -406,7 +407,7 @@ def test_a_folder_saved_by_transformers_gives_transformers_logits(tmp_path, scal
     assert (opened.config.rope_scaling is not None) == scaled
     tokens = torch.randint(0, 101, (1, 7))
     unit = Unit("model", n_layers=3, logits="all")
-    stepper = EagerStepper.from_weights(opened.config, unit, "fp32", 64, opened.weights)
+    stepper = EagerStepper.from_weights(GraphSpec(opened.config, unit, "fp32", 64), opened.weights)
     feeds = step_feeds("input_ids", tokens.numpy(), np.array([0]), np.array([7]))
     got = stepper.run(feeds, stepper.new_cache(1, 16))["logits"]
     with torch.no_grad():

@@ -12,6 +12,7 @@ from exporter.costs.stored_size import parts_within, stored_weights_bytes
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import CATALOGUE
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat
 from tests.conftest import MAX_POSITIONS, TINY
@@ -39,16 +40,14 @@ def test_the_bytes_are_those_of_a_real_export(tmp_path, kind, tied, n_parts, nam
     )
     bundle = export_bundle(request, tmp_path / "bundle", validated=False)
     for part, bounds in zip(bundle.parts, bundle.manifest.parts or [None], strict=True):
-        assert stored_weights_bytes(config, unit, "fp16", MAX_POSITIONS, weight_format, bounds) == stored(
-            part.graph_path
-        )
+        assert stored_weights_bytes(request.spec, bounds) == stored(part.graph_path)
 
 
 def test_a_budget_makes_fewer_parts_of_fewer_bits():
     config = CATALOGUE["llama3-8b"]
     unit = Unit.parse("model", config)
     counts = [
-        parts_within(config, unit, "fp16", 8192, WeightFormat(name) if name else None, 8 << 30)
+        parts_within(GraphSpec(config, unit, "fp16", 8192, False, WeightFormat(name) if name else None), 8 << 30)
         for name in (None, "int8", "int4")
     ]
     assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3, counts

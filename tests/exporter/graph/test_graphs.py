@@ -20,14 +20,15 @@ from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import GRAPH_FILE
 from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
-from exporter.graph import assemble as assemble_module
 from exporter.graph import fused_decoder as traced
 from exporter.graph.assemble import assemble
 from exporter.graph.contract_check import check_graph
 from exporter.graph.fragments import EXAMPLE_SIZES, Fragment, Piece, _trace, trace_fragments
+from exporter.graph.pieces import block_piece, head_piece, prologue_piece
 from exporter.model.weights import RandomWeights
 from exporter.spec.dtypes import DTYPES
 from exporter.spec.feeds import step_feeds
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec, graph_contract
 from exporter.spec.unit import COMPONENTS, Unit
 from exporter.steppers.eager_stepper import EagerStepper
@@ -125,7 +126,8 @@ def test_tied_weights_are_stored_once():
 
     for tied in (True, False):
         config = dataclasses.replace(TINY, tie_word_embeddings=tied)
-        names = {stored.name for stored in assemble(config, Unit.parse("model", config), "fp32", MAX_POSITIONS).stored}
+        spec = GraphSpec(config, Unit.parse("model", config), "fp32", MAX_POSITIONS)
+        names = {stored.name for stored in assemble(spec).stored}
         assert ("lm_head.weight" in names) is not tied
 
 
@@ -240,7 +242,7 @@ def test_assembled_graph_equals_one_traced_in_one_piece(kind):
     inputs = tuple(TensorSpec(f"input_{i}", spec.dtype, spec.axes) for i, spec in enumerate(contract.inputs))
     outputs = tuple(spec.name for spec in contract.outputs)
     (whole,) = trace_fragments([Piece(Flat, (unit,), "fp32", inputs, outputs)])
-    assembled = assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph
+    assembled = assemble(GraphSpec(TINY, unit, "fp32", MAX_POSITIONS)).model.graph
     assert structure(whole.graph) == structure(assembled)
 
 
@@ -257,11 +259,15 @@ def text(fragment: Fragment) -> list[str]:
 
 def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     """What was exported before in a process decides which pieces are traced together; the bytes must not follow it."""
+    in_place, growing = (
+        GraphSpec(TINY, Unit("model", n_layers=3, logits="all", cache=cache), "fp32", MAX_POSITIONS)
+        for cache in ("in_place", "growing")
+    )
     pieces = [
-        assemble_module._prologue_piece(TINY, MAX_POSITIONS, growing=False),
-        assemble_module._block_piece(TINY, "fp32", float32_attention=False, growing=False),
-        assemble_module._head_piece(TINY, "fp32", "all", transposed=False),
-        assemble_module._block_piece(TINY, "fp16", float32_attention=False, growing=True),
+        prologue_piece(in_place),
+        block_piece(in_place),
+        head_piece(in_place),
+        block_piece(growing.in_dtype("fp16")),
     ]
     alone = [text(_trace([piece])[0]) for piece in pieces]
     assert [text(fragment) for fragment in _trace(pieces)] == alone
@@ -276,13 +282,13 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
 def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypatch, sizes):
     """So no two axes are merged, and nothing depends on the example's length."""
     unit = Unit.parse("block", TINY)
-    expected = structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph)
+    expected = structure(assemble(GraphSpec(TINY, unit, "fp32", MAX_POSITIONS)).model.graph)
     for name, size in sizes.items():
         monkeypatch.setitem(EXAMPLE_SIZES, name, size)
     monkeypatch.setattr(
         exporter.graph.fragments, "_traced", {}
     )  # traced anew here; what other tests traced stays for them
-    assert structure(assemble(TINY, unit, "fp32", MAX_POSITIONS).model.graph) == expected
+    assert structure(assemble(GraphSpec(TINY, unit, "fp32", MAX_POSITIONS)).model.graph) == expected
     assert exporter.graph.fragments._traced
 
 

@@ -61,7 +61,10 @@ def test_a_graph_that_has_them_apart_is_read_too(tmp_path):
 def test_a_merged_matrix_of_another_width_is_refused(tiny_bundle, heads):
     bundle = tiny_bundle("block", "fp32")
     config = dataclasses.replace(TINY, n_heads=heads[0], n_kv_heads=heads[1])
-    other = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=config))
+    other = dataclasses.replace(
+        bundle,
+        manifest=dataclasses.replace(bundle.manifest, spec=dataclasses.replace(bundle.manifest.spec, config=config)),
+    )
     with pytest.raises(BundleError, match=r"attention\.\w_proj\.weight has shape \("):
         bundle_weights(other)
 

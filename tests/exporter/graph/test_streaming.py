@@ -16,6 +16,7 @@ from exporter.graph.weight_writer import place_weights, serialize_graph
 from exporter.model.weights import RandomWeights
 from exporter.spec import catalogue
 from exporter.spec.catalogue import CATALOGUE, ModelConfig
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import graph_contract
 from exporter.spec.unit import Unit
 from exporter.validation.bundle_validation import validate_bundle
@@ -46,7 +47,7 @@ def test_the_70b_models_graph_is_traced_placed_and_checked_without_a_weight(tmp_
     """All 80 blocks; the data file is sparse, so nothing of its 141 GB is written."""
     config = CATALOGUE["llama3-70b"]
     unit = Unit.parse("model", config)
-    graph = assemble(config, unit, "fp16", 8192)
+    graph = assemble(GraphSpec(config, unit, "fp16", 8192))
     offsets = place_weights(graph)
     (tmp_path / GRAPH_FILE).write_bytes(serialize_graph(graph))
     with open(tmp_path / DATA_FILE, "wb") as file:

@@ -31,9 +31,7 @@ def test_llama3_8b_block(tmp_path):
         keys = session._cache.arrays[0]
         assert keys.shape == (1, 8, 2048, 128) and keys[0, :, 1000].any() and not keys[0, :, 1001:].any()
 
-    reference = EagerStepper.from_weights(
-        config, unit, "fp32", bundle.manifest.max_positions, RoundedWeights(weights, "fp16")
-    )
+    reference = EagerStepper.from_weights(bundle.manifest.spec.in_dtype("fp32"), RoundedWeights(weights, "fp16"))
     cache = reference.new_cache(1, 1008)
     step = [np.array([n], np.int64) for n in (0, 1000, 1)]
     reference.run(step_feeds("hidden_states", x[:, :1000], step[0], step[1]), cache)

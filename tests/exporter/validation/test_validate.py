@@ -8,6 +8,7 @@ import pytest
 from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Stepper
@@ -20,10 +21,11 @@ from exporter.validation.tolerances import CONTROL_FACTOR, tolerance
 from tests.conftest import MAX_POSITIONS, TINY
 
 UNIT = Unit.parse("block", TINY)
+SPEC = GraphSpec(TINY, UNIT, "fp32", MAX_POSITIONS)
 
 
 def eager() -> EagerStepper:
-    return EagerStepper.from_weights(TINY, UNIT, "fp32", MAX_POSITIONS, RandomWeights(TINY, 0))
+    return EagerStepper.from_weights(SPEC, RandomWeights(TINY, 0))
 
 
 class Faulty(Stepper):
@@ -77,7 +79,7 @@ def shifted_cache_row(outputs, cache):
 
 
 def recorded(stepper: Stepper):
-    return record(TINY, UNIT, MAX_POSITIONS, stepper, stepper.contract)
+    return record(SPEC, stepper)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +89,8 @@ def test_a_planted_fault_fails_with_and_without_a_control(damage):
     reference = recorded(eager())
     comparisons = compare(reference, recorded(Faulty(damage)), FLOAT32)
     assert not all(c.passed for c in comparisons)
-    control = EagerStepper.from_weights(TINY, UNIT, "fp64", MAX_POSITIONS, RandomWeights(TINY, 0))
-    control_recording = record(TINY, UNIT, MAX_POSITIONS, control, eager().contract)
+    control = EagerStepper.from_weights(SPEC.in_dtype("fp64"), RandomWeights(TINY, 0))
+    control_recording = record(SPEC, control)
     assert not all(c.passed for c in judge_by_control(comparisons, reference, control_recording))
 
 
