@@ -185,9 +185,7 @@ def _random_model(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"config": config, "weights": weights, "provenance": {"model": arguments.model}}
 
 
-def _n_parts(
-    arguments: argparse.Namespace, config: ModelConfig, unit: Unit, weight_format: WeightFormat | None
-) -> int:
+def _n_parts(arguments: argparse.Namespace, config: ModelConfig, unit: Unit, weight_format: WeightFormat | None) -> int:
     """Returns the number of graphs that --parts or --part-budget asks for."""
     if arguments.part_budget is None:
         return 1 if arguments.parts is None else arguments.parts
