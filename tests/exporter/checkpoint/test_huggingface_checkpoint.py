@@ -37,7 +37,7 @@ def folder(tmp_path):
     return write_huggingface(tmp_path / "checkpoint", TINY)
 
 
-# --- what is read ------------------------------------------------------------------------------------------------------
+# --- what is read -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -152,7 +152,7 @@ def test_tokenizer_files_are_found_where_they_lie(folder):
     assert open_huggingface(folder).tokenizer_files == (folder / "tokenizer.json",)
 
 
-# --- the independent oracle --------------------------------------------------------------------------------------------
+# --- agreement with transformers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

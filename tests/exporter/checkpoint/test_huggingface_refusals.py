@@ -35,7 +35,7 @@ def refusal(folder) -> str:
     return str(caught.value)
 
 
-# --- refusals: config.json ---------------------------------------------------------------------------------------------
+# --- refusals: config.json --------------------------------------------------------------------------------------------
 
 
 def test_missing_folder_is_refused_by_name(tmp_path):
@@ -116,7 +116,7 @@ def test_config_that_cannot_be_reproduced_is_refused_with_its_values(folder, ove
         assert words in message
 
 
-# --- refusals: files and tensors ---------------------------------------------------------------------------------------
+# --- refusals: files and tensors --------------------------------------------------------------------------------------
 
 
 def test_folder_without_safetensors_is_refused(folder):
@@ -172,7 +172,7 @@ def test_index_that_names_a_file_outside_the_folder_is_refused(sharded, outside)
 
 
 def test_index_that_puts_a_tensor_into_another_shard_is_refused(sharded):
-    name = "model.embed_tokens.weight"  # it lies in the first shard
+    name = "model.embed_tokens.weight"  # it is in the first shard
     edit_index(sharded, lambda index: index["weight_map"].update({name: SHARD}))
     message = refusal(sharded)
     assert name in message

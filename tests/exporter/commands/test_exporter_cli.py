@@ -21,7 +21,7 @@ from tests.exporter.commands.conftest import EXPORTS
 from tests.support.checkpoint_folders import write_huggingface
 from tests.support.command_output import json_output, refusal
 
-# --- bad input: export -------------------------------------------------------------------------------------------------
+# --- bad input: export ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_wrong_usage_of_the_exporter_exits_2(capsys, arguments):
     assert "usage: blockline-export" in capsys.readouterr().err
 
 
-# --- params ------------------------------------------------------------------------------------------------------------
+# --- params -----------------------------------------------------------------------------------------------------------
 
 
 def test_params_prints_the_numbers_of_the_specification_as_one_json_document(capsys):
@@ -152,7 +152,7 @@ def test_params_refuses_what_cannot_be(capsys, arguments, said):
     assert said in refusal(capsys, exporter, "params", *arguments)
 
 
-# --- export to verify --------------------------------------------------------------------------------------------------
+# --- export to verify -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -246,7 +246,7 @@ def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monk
     assert not Bundle.open(block).read_report()["validation"]["passed"]
 
 
-# --- as real processes -------------------------------------------------------------------------------------------------
+# --- as real processes ------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
