@@ -246,7 +246,7 @@ class _Form:
                 raise ValueError(f"{tensor.name[:80]}: numbers {numbers[:8]}, expected none beyond {self._largest}")
 
 
-# --- messages that need no context -------------------------------------------------------------------------------------
+# --- messages that need no context ------------------------------------------------------------------------------------
 
 
 def _allowed(what: str, data: memoryview, numbers: set[int]) -> Iterator[Field]:

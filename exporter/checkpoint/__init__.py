@@ -1,1 +1,1 @@
-"""Checkpoints in the formats people have, read as canonical weights (see exporter/model/weights.py) one tensor at a time."""
+"""Reads checkpoints of Hugging Face and Meta, one tensor at a time (canonical names: exporter/model/weights.py)."""

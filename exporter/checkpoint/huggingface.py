@@ -1,15 +1,15 @@
-"""Hugging Face folders: config.json, safetensors (one file, or shards with an index) and the tokenizer's files."""
+"""Reads Hugging Face folders: config.json, safetensors (one file, or shards with an index) and tokenizer files."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exporter.checkpoint.folder import (
+from exporter.checkpoint.checkpoint import Checkpoint
+from exporter.checkpoint.checkpoint_folder import (
     check_coverage,
     end_token_ids,
     head_is_embedding,
@@ -17,36 +17,35 @@ from exporter.checkpoint.folder import (
     read_json,
     tokenizer_files,
 )
-from exporter.checkpoint.formats import Checkpoint
+from exporter.checkpoint.stored_names import HUGGINGFACE_DERIVED, huggingface_name
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
-_LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside a layer
-    "attention_norm": "input_layernorm",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "mlp.gate_proj": "mlp.gate_proj",
-    "mlp.up_proj": "mlp.up_proj",
-    "mlp.down_proj": "mlp.down_proj",
-}
-_MODEL_NAMES = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-_DERIVED = re.compile(
-    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
-)  # older folders store RoPE's frequencies; they are computed
 _FLOAT_TYPES = ("F32", "F16", "BF16")
+_REQUIRED_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+_REPRODUCED_VALUES = {  # config key → the only value that this pipeline reproduces
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+_ROPE_TYPES = ("llama3", "default")
+_SCALING_NAMES = {  # Hugging Face's name → the name in RopeScaling
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context_length",
+}
 
 
 def open_huggingface(folder: str | Path) -> Checkpoint:
-    """Opens a folder and proves that its tensors are exactly those of its config. No tensor's values are read yet.
+    """Opens a folder and checks that its tensors are exactly those of its config.
 
     Raises:
         CheckpointError: the folder, config, a shard or a tensor is missing, damaged, unexpected or of another shape.
@@ -73,41 +72,26 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     )
 
 
-# --- config.json -------------------------------------------------------------------------------------------------------
+# --- config.json ------------------------------------------------------------------------------------------------------
 
 
 def parse_config(data: dict) -> ModelConfig:
-    """A config.json in the older or newer spelling as a ModelConfig.
+    """Returns a config.json in the older or newer spelling as a ModelConfig.
 
     Raises:
-        CheckpointError: another architecture, a feature that this pipeline does not reproduce, or a missing key.
+        CheckpointError: the architecture or a feature is not reproduced here, or a key is missing.
         InputError: the values contradict each other.
     """
     architectures = data.get("architectures") or [data.get("model_type")]
     if data.get("model_type") != "llama" or architectures not in (["LlamaForCausalLM"], ["llama"]):
         got = f"{short(architectures)} (model_type {short(data.get('model_type'))})"
         raise CheckpointError(f"config architectures: got {got}, expected LlamaForCausalLM alone")
-    for key, plain in {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1.0,
-        "quantization_config": None,
-    }.items():
+    for key, plain in _REPRODUCED_VALUES.items():
         if data.get(key, plain) != plain:
             raise CheckpointError(
-                f"config {key}: got {short(data[key])}, expected {plain!r}; this pipeline does not reproduce it"
+                f"config {key}: got {short(data[key])}, expected {plain!r}; other values are not reproduced"
             )
-    required = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    )
-    missing = [key for key in required if data.get(key) is None]
+    missing = [key for key in _REQUIRED_KEYS if data.get(key) is None]
     if missing:
         raise CheckpointError(f"config: missing {', '.join(missing)}")
     theta, scaling = _parse_rope(data)
@@ -130,22 +114,14 @@ def parse_config(data: dict) -> ModelConfig:
 def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
     if not isinstance(hidden_size, int) or not isinstance(n_heads, int) or n_heads < 1 or hidden_size % n_heads:
         raise InputError(
-            f"config heads: got hidden_size {short(hidden_size)} and num_attention_heads {short(n_heads)}, expected the first to be a multiple of "
-            "the second where head_dim is not given"
+            f"config heads: got hidden_size {short(hidden_size)} and num_attention_heads {short(n_heads)}, "
+            "expected the first to be a multiple of the second where head_dim is not given"
         )
     return hidden_size // n_heads
 
 
-_SCALING_NAMES = {  # Hugging Face's name → ours
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position_embeddings": "original_context_length",
-}
-
-
 def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
-    """theta and scaling from `rope_theta` + `rope_scaling`, or from the newer `rope_parameters`."""
+    """Returns theta and scaling from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
     newer, older = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
     for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
         if not isinstance(value, dict):
@@ -160,38 +136,41 @@ def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     scalings = [_parse_scaling(rule) for rule in (newer, older) if set(rule) - {"rope_theta"}]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise InputError(
-            f"config rope_scaling: got {short(older)} and rope_parameters {short(newer)}, which differ; expected one rule"
+            f"config rope_scaling: got {short(older)} and rope_parameters {short(newer)}, expected one rule"
         )
     return (thetas[0] if thetas else 10_000.0), (scalings[0] if scalings else None)
 
 
 def _parse_scaling(rule: dict) -> RopeScaling | None:
     kind = rule.get("rope_type", rule.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if kind not in _ROPE_TYPES:
+        expected_types = " or ".join(map(repr, _ROPE_TYPES))
         raise InputError(
-            f"config rope_scaling: got type {short(kind)}, expected 'llama3' or 'default'; other rules are not reproduced"
+            f"config rope_scaling: got type {short(kind)}, expected {expected_types}; other rules are not reproduced"
         )
     plain = {key: value for key, value in rule.items() if key not in ("rope_type", "type", "rope_theta")}
     if plain.pop("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(
-            f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; it is not reproduced"
+            f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; "
+            "other values are not reproduced"
         )
     expected = set() if kind == "default" else set(_SCALING_NAMES)
     if set(plain) != expected:
         raise InputError(
-            f"config rope_scaling of type {kind!r}: unknown keys {short(sorted(set(plain) - expected))}, missing keys {sorted(expected - set(plain))}"
+            f"config rope_scaling of type {kind!r}: unknown keys {short(sorted(set(plain) - expected))}, "
+            f"missing keys {sorted(expected - set(plain))}"
         )
     return RopeScaling(**{ours: plain[theirs] for theirs, ours in _SCALING_NAMES.items()}) if plain else None
 
 
-# --- tensors -----------------------------------------------------------------------------------------------------------
+# --- tensors ----------------------------------------------------------------------------------------------------------
 
 
 class HuggingFaceWeights:
-    """The folder's tensors under canonical names; q and k rows are put into Meta's order as they are read.
+    """The folder's tensors under canonical names. Reading puts the rows of q and k into Meta's order.
 
     Attributes:
-        counts: tensors used, and derived ones passed over.
+        counts: number of tensors that are used, and number of derived tensors that are ignored.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
@@ -199,19 +178,25 @@ class HuggingFaceWeights:
         self._folder, self._config = folder, config
         self._files = _tensor_files(folder)
         expected = {
-            _stored_name(name): shape
+            huggingface_name(name): shape
             for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()
         }
-        found = {name for name in self._files if not _DERIVED.fullmatch(name)}
+        found = {name for name in self._files if not HUGGINGFACE_DERIVED.fullmatch(name)}
         check_coverage(folder, found, set(expected), {"lm_head.weight"} if config.tie_word_embeddings else set())
         self._check_tensors(expected)
         if config.tie_word_embeddings and "lm_head.weight" in self._files:
             self._check_tied()
-        self.counts = {"used": len(expected), "derived": sum(bool(_DERIVED.fullmatch(name)) for name in self._files)}
+        self.counts = {
+            "used": len(expected),
+            "derived": sum(bool(HUGGINGFACE_DERIVED.fullmatch(name)) for name in self._files),
+        }
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
-        """As `WeightSource.read`. The file is mapped for this one read: pages that stayed mapped would count as ours."""
-        stored = _stored_name(name)
+        """Reads a weight as `WeightSource.read` says.
+
+        The file is mapped for this one read, because mapped pages count as memory of this process.
+        """
+        stored = huggingface_name(name)
         permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
         with safe_open(self._files[stored], framework="pt") as file:
             whole = file.get_slice(stored)
@@ -229,8 +214,9 @@ class HuggingFaceWeights:
                 for stored in names:
                     entry = file.get_slice(stored)
                     if tuple(entry.get_shape()) != expected[stored]:
+                        shape = list(expected[stored])
                         raise CheckpointError(
-                            f"{path}: {stored} has shape {entry.get_shape()}, expected {list(expected[stored])} by config.json"
+                            f"{path}: {stored} has shape {entry.get_shape()}, expected {shape} by config.json"
                         )
                     if entry.get_dtype() not in _FLOAT_TYPES:
                         raise CheckpointError(
@@ -240,25 +226,23 @@ class HuggingFaceWeights:
     def _check_tied(self) -> None:
         if not head_is_embedding(self, self._config.vocab_size):
             raise CheckpointError(
-                f"checkpoint {self._folder}: config.json ties the output head to the embedding, but lm_head.weight differs from it; "
-                "set tie_word_embeddings to false if the head is meant to be its own"
+                f"checkpoint {self._folder}: config.json ties the output head to the embedding, but lm_head.weight "
+                "differs from it; set tie_word_embeddings to false if the model has its own head"
             )
 
 
 def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorders the rows [heads · D, …] of q or k from half-split RoPE pairs (i, i + D/2) to adjacent ones (2i, 2i + 1)."""
+    """Reorders the rows of q or k from half-split RoPE pairs (i, i + D/2) to adjacent pairs (2i, 2i + 1).
+
+    Args:
+        weight: any dtype [heads · D, …].
+        head_dim: D.
+    """
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _stored_name(name: str) -> str:
-    if name in _MODEL_NAMES:
-        return _MODEL_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name → the file that holds it, read from the files themselves and checked against the index, if any."""
+    """Returns tensor name → the file that holds it. The names come from the files; an index must agree with them."""
     index_path = folder / "model.safetensors.index.json"
     if index_path.is_file():
         index = read_json(index_path).get("weight_map")

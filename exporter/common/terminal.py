@@ -42,6 +42,11 @@ def say(line: str) -> None:
     stderr.print(line)
 
 
+def mib(n_bytes: int) -> str:
+    """Returns a size in MiB as text."""
+    return f"{n_bytes / 2**20:,.1f} MiB"
+
+
 def print_json(data: object) -> None:
     """The one JSON document of a command run with --format json."""
     json.dump(data, sys.stdout, indent=1, ensure_ascii=False)

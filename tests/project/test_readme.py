@@ -53,10 +53,8 @@ def test_the_examples_are_the_two_ways_to_use_a_session():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command):
     _, _, module, *arguments = shlex.split(command)
-    parser = {"exporter": exporter.commands.main, "engines": engines.commands.main, "runtime": runtime.commands.main}[
-        module
-    ]._parser()
-    assert parser.parse_args(arguments).run
+    mains = {"exporter": exporter.commands.main, "engines": engines.commands.main, "runtime": runtime.commands.main}
+    assert mains[module].make_parser().parse_args(arguments).run
 
 
 def test_polygraphy_reads_compiles_and_compares_what_we_leave_it(tmp_path):

@@ -15,6 +15,7 @@ from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
 ABSENT = object()  # an override that leaves the key out of config.json
+LLAMA3_RULE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LAYER_PARTS = {
     "attention_norm": "input_layernorm",
     "attention.q_proj": "self_attn.q_proj",
@@ -105,6 +106,11 @@ def huggingface_config(config: ModelConfig, **overrides: object) -> dict:
         "eos_token_id": 2,
     }
     return {key: value for key, value in (data | overrides).items() if value is not ABSENT}
+
+
+def edit_config(folder: Path, config: ModelConfig, **overrides: object) -> None:
+    """Writes a folder's config.json anew, with overrides as in `huggingface_config`."""
+    write_json(folder / "config.json", huggingface_config(config, **overrides))
 
 
 def canonical_names(config: ModelConfig) -> list[str]:

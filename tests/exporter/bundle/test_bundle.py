@@ -31,7 +31,7 @@ from tests.support.checkpoint_folders import write_huggingface
 NOBODY = 65534
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 
-# --- opening -----------------------------------------------------------------------------------------------------------
+# --- opening ----------------------------------------------------------------------------------------------------------
 
 
 def refusal(folder: Path, verify: str = "graph") -> str:
@@ -195,7 +195,7 @@ def test_unknown_verify_is_refused(bundle):
         Bundle.open(bundle, verify="none")
 
 
-# --- exporting again ---------------------------------------------------------------------------------------------------
+# --- exporting again --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +276,7 @@ def test_a_target_that_links_to_a_bundle_replaces_what_it_links_to(bundle, compo
     assert identity(bundle) == identity(component)
 
 
-# --- what fails leaves nothing -----------------------------------------------------------------------------------------
+# --- what fails leaves nothing ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -349,7 +349,7 @@ def test_a_report_that_cannot_be_written_is_refused_by_name(tiny_bundle):
         assert run_in_child(body) == 0
 
 
-# --- no network --------------------------------------------------------------------------------------------------------
+# --- no network -------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_asks_the_network(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def errors(schema: dict, data: object) -> list[str]:
     return [error.message for error in Draft202012Validator(schema).iter_errors(data)]
 
 
-# --- schema and code agree on keys and names -----------------------------------------------------------------------------
+# --- schema and code agree on keys and names --------------------------------------------------------------------------
 
 
 def keys(schema: dict) -> tuple[set[str], set[str]]:
@@ -152,7 +152,7 @@ def test_the_document_explains_every_key_of_a_report(tiny_bundle):
     assert {key for key in {*report, *nested} if f"`{key}`" not in section} == set()
 
 
-# --- real files, and altered ones ----------------------------------------------------------------------------------------
+# --- real files, and altered ones -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", UNITS)
@@ -257,7 +257,7 @@ def test_an_altered_record_is_refused_by_schema_and_code_alike(tmp_path, change)
         read_records(tmp_path)
 
 
-# --- versions ------------------------------------------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Meta folders: one file or model-parallel shards, the same bundle as from Hugging Face, and no pickled code ever run."""
+"""Meta folders: one file or model-parallel shards give the same bundle as Hugging Face, and no pickled code is run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ N_TENSORS = 2 * 9 + 3
 
 @pytest.fixture(autouse=True)
 def tiny_catalogue(monkeypatch):
-    """A catalogue with the tiny geometry in it, with and without RoPE scaling: params.json leaves facts to the catalogue."""
+    """Adds the tiny geometry to the catalogue, with and without RoPE scaling. params.json lacks some values."""
     scaled = dataclasses.replace(CONFIG, rope_scaling=catalogue.RopeScaling(8.0, original_context_length=64))
     for name, config in {"tiny": CONFIG, "tiny-scaled": scaled}.items():
         monkeypatch.setitem(catalogue.CATALOGUE, name, config)
 
 
 def write_meta(folder, shards=1, embedding_axis=0, params=None, change=lambda shards: None, tied=False):
-    """The weights of RandomWeights(CONFIG, 0), split as a model-parallel run of `shards` saves them."""
+    """Writes the weights of RandomWeights(CONFIG, 0), split as a model-parallel run of `shards` saves them."""
     folder.mkdir()
     parts = meta_shards(
         dataclasses.replace(CONFIG, tie_word_embeddings=tied), RandomWeights(CONFIG, 0), shards, embedding_axis
@@ -52,13 +52,9 @@ def write_meta(folder, shards=1, embedding_axis=0, params=None, change=lambda sh
     change(parts)
     for index, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{index:02d}.pth")
-    stated = {
-        "dim": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "vocab_size": 99, "multiple_of": 96, "ffn_dim_multiplier": 0.3,
-        "norm_eps": 1e-5, "rope_theta": 500_000.0,
-    }  # fmt: skip
-    (folder / "params.json").write_text(
-        json.dumps({k: v for k, v in (stated | (params or {})).items() if v is not ...})
-    )
+    stated = {"dim": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 3, "vocab_size": 99, "multiple_of": 96}
+    stated |= {"ffn_dim_multiplier": 0.3, "norm_eps": 1e-5, "rope_theta": 500_000.0, **(params or {})}
+    (folder / "params.json").write_text(json.dumps({k: v for k, v in stated.items() if v is not ...}))
     return folder
 
 
@@ -84,12 +80,8 @@ def test_both_formats_give_the_same_bundle(tmp_path):
     for name, opened in checkpoints.items():
         request = ExportRequest(opened.config, Unit.parse("model", opened.config), opened.weights, "fp16")
         export_bundle(request, tmp_path / f"bundle-{name}", validated=False)
-        files.append(
-            [
-                (tmp_path / f"bundle-{name}" / file).read_bytes()
-                for file in ("model.onnx", "model.onnx.data", "manifest.json")
-            ]
-        )
+        names = ("model.onnx", "model.onnx.data", "manifest.json")
+        files.append([(tmp_path / f"bundle-{name}" / file).read_bytes() for file in names])
     assert all(content == files[0] for content in files[1:])
 
 
@@ -112,9 +104,9 @@ def test_a_vocabulary_that_params_leave_open_is_read_from_the_head(tmp_path):
 @pytest.mark.parametrize(
     ("params", "model", "message"),
     [
-        ({}, None, "does not say the context length; name the model"),
+        ({}, None, "lacks the context length; give model, a name of the catalogue"),
         ({"use_scaled_rope": True}, None, "and the RoPE scaling rule"),
-        ({}, "llama3-8b", r"not of llama3-8b: hidden_size 96 against 4096"),
+        ({}, "llama3-8b", r"not of llama3-8b: hidden_size 96, expected 4096"),
         ({"dim": ...}, "tiny", r"missing keys \['dim'\]"),
         ({"moe": 8}, "tiny", r"unknown keys \['moe'\]"),
         ({"n_heads": 5}, "tiny", "dim 96 and n_heads 5"),
@@ -196,5 +188,5 @@ def test_a_folder_must_be_of_one_format(tmp_path):
     (folder / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="both"):
         open_checkpoint(folder, "tiny")
-    with pytest.raises(InputError, match="leave --model out"):
+    with pytest.raises(InputError, match="leave model out"):
         open_checkpoint(write_huggingface(tmp_path / "hf", CONFIG), "tiny")

@@ -1,4 +1,4 @@
-"""The real model in four forms of checkpoint gives one bundle, byte for byte; so does a head that merely equals the embedding."""
+"""The real model in four forms of checkpoint gives the same bytes; so does a head that equals the embedding."""
 
 from __future__ import annotations
 
@@ -48,24 +48,22 @@ FORMS = {
 def test_the_real_model_gives_the_same_manifest_and_checksums_from_every_form(
     smollm2_checkpoint, smollm2_bundle, opened, tmp_path, form
 ):
-    """The manifest holds the checksums of graph and weights; equal graphs and weights give equal tokens (test_real_model.py)."""
+    """The manifest has the checksums of graph and weights. Equal ones give equal tokens (test_real_model.py)."""
     write, model = FORMS[form]
     folder = write(tmp_path / "checkpoint", opened)
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if (smollm2_checkpoint / name).is_file():
             shutil.copy(smollm2_checkpoint / name, folder / name)
     again = open_checkpoint(folder, model)
-    request = ExportRequest(
-        again.config, Unit.parse("model", again.config), again.weights, "fp16",
-        end_token_ids=again.end_token_ids, tokenizer_files=again.tokenizer_files,
-    )  # fmt: skip
+    extra = {"end_token_ids": again.end_token_ids, "tokenizer_files": again.tokenizer_files}
+    request = ExportRequest(again.config, Unit.parse("model", again.config), again.weights, "fp16", **extra)
     bundle = export_bundle(request, tmp_path / "bundle", validated=False)
     assert (bundle.folder / MANIFEST_FILE).read_bytes() == (smollm2_bundle("fp16").folder / MANIFEST_FILE).read_bytes()
     assert request.weights.counts["used"] == 30 * 9 + 2
 
 
 def test_a_head_that_is_bit_equal_to_the_embedding_is_stored_once(tmp_path):
-    """An untied Hugging Face config whose head is the embedding all the same; one differing bit keeps both."""
+    """The config is untied and the head equals the embedding. One differing bit keeps both matrices."""
 
     class OneMatrix:
         def __init__(self, changed: float) -> None:

@@ -19,7 +19,7 @@ PACKAGES = {"exporter": exporter.commands.main, "engines": engines.commands.main
 def commands() -> list[tuple[str, argparse.ArgumentParser]]:
     found = []
     for name, module in PACKAGES.items():
-        (action,) = [a for a in module._parser()._actions if isinstance(a, argparse._SubParsersAction)]
+        (action,) = [a for a in module.make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
         found += [(f"{name} {command}", parser) for command, parser in action.choices.items()]
     return found
 
@@ -80,7 +80,7 @@ def test_verbose_tells_what_was_done_and_what_was_chosen_and_why(tiny_bundle, tm
         )
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def failing(monkeypatch, capsys):
         def fail(name: str):
             raise error
 
-        monkeypatch.setattr("exporter.commands.main.lookup", fail)
+        monkeypatch.setattr("exporter.commands.params.lookup", fail)
         capsys.readouterr()
         code = exporter.commands.main.main(["params", "--model", "llama3-8b", *options])
         captured = capsys.readouterr()

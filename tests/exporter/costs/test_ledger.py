@@ -36,7 +36,7 @@ def llama3_8b() -> Ledger:
     return ledger_of("llama3-8b")
 
 
-# --- Llama 3 8B, as documented -----------------------------------------------------------------------------------------
+# --- Llama 3 8B, as documented ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_cache_bytes_per_token(name, dtype, n_bytes):
     assert ledger_of(name).cache_bytes_per_token(dtype) == n_bytes
 
 
-# --- totals ------------------------------------------------------------------------------------------------------------
+# --- totals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_tied_model_stores_one_vocabulary_matrix():
     assert untied.model_parameters - tied.model_parameters == 80
 
 
-# --- against the modules -----------------------------------------------------------------------------------------------
+# --- against the modules ----------------------------------------------------------------------------------------------
 
 
 def parameters_of(module: torch.nn.Module) -> int:
@@ -185,7 +185,7 @@ def test_a_calculation_multiplies_out_to_its_count(name):
         assert product == row.parameters, row
 
 
-# --- cost of a token, by hand ------------------------------------------------------------------------------------------
+# --- cost of a token, by hand -----------------------------------------------------------------------------------------
 # TINY: q 8×8, k and v 8×4, o 8×8, three MLP matrices of 8×12: 64 + 32 + 32 + 64 + 288 = 480 in matrices; two norms of 8.
 
 
@@ -221,7 +221,7 @@ def test_tying_changes_what_is_stored_but_not_what_a_token_costs():
     assert tied.bytes_per_token(3, "fp16") == Ledger.of(TINY).bytes_per_token(3, "fp16")
 
 
-# --- as JSON -----------------------------------------------------------------------------------------------------------
+# --- as JSON ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "llama3.2-1b", "smollm2-135m"])

@@ -36,7 +36,7 @@ def refused(target: Path | str, reason: str) -> None:
         pytest.fail("it was begun")
 
 
-# --- links -----------------------------------------------------------------------------------------------------------------
+# --- links ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_link_keeps_pointing_and_only_the_bundle_behind_it_is_replaced(tmp_path, bundle, component):
@@ -101,7 +101,7 @@ def test_a_bundles_own_file_that_leads_out_of_it_is_not_written(tmp_path, bundle
         assert outside.read_text() == "{}"
 
 
-# --- places that hold more than a bundle -------------------------------------------------------------------------------------
+# --- places that hold more than a bundle ------------------------------------------------------------------------------
 
 
 def test_the_root_the_home_and_the_current_folder_and_what_holds_them_are_refused(tmp_path, monkeypatch):
@@ -173,7 +173,7 @@ def test_half_written_files_of_a_killed_build_do_not_come_along(bundle, componen
     assert [name for name in contents(bundle) if "partial" in name] == [".mine.partial-abcd1234"]
 
 
-# --- other users -------------------------------------------------------------------------------------------------------------
+# --- other users ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What both checkpoint formats share: JSON, the generation's end tokens, the tokenizer's files, coverage, tied heads."""
+"""Functions that both checkpoint formats use: JSON, end tokens, tokenizer files, coverage of weights, tied heads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from exporter.common.errors import CheckpointError
 from exporter.model.weights import WeightSource
 from exporter.spec.catalogue import short
 
-_ROWS = 8192  # of a vocabulary-sized matrix at a time
+_ROWS = 8192  # rows of a vocabulary-sized matrix that are read at a time
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a checkpoint's file.
+    """Reads a JSON object from a file of a checkpoint.
 
     Raises:
         CheckpointError: the file is missing or not a JSON object.
@@ -34,10 +34,10 @@ def read_json(path: Path) -> dict:
 
 
 def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
-    """The tokens that end a generation: from generation_config.json, else from the config.
+    """Returns the tokens that end a generation: those of generation_config.json, else those of the config.
 
     Raises:
-        CheckpointError: they are no token ids.
+        CheckpointError: a value is not a token id.
     """
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
@@ -51,10 +51,10 @@ def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:
-    """The tokenizer's files that are there, in a fixed order.
+    """Returns the tokenizer's files that the folder holds, in a fixed order.
 
     Raises:
-        CheckpointError: one is a link that leads out of the folder; it would be copied into a bundle as it is.
+        CheckpointError: a file is a link that leads out of the folder. A bundle would get a copy of what it leads to.
     """
     files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     for path in files:
@@ -64,10 +64,17 @@ def tokenizer_files(folder: Path) -> tuple[Path, ...]:
 
 
 def check_coverage(folder: Path, found: set[str], expected: set[str], optional: set[str]) -> None:
-    """Proves that a checkpoint's tensors are exactly the expected ones.
+    """Checks that a checkpoint's tensors are exactly the expected ones.
+
+    Args:
+        folder: the checkpoint, for the message.
+        found: names of the tensors in the checkpoint.
+        expected: names that must be there.
+        optional: names that may be there.
+
 
     Raises:
-        CheckpointError: some are missing or unexpected; gives counts and names.
+        CheckpointError: tensors are missing or unexpected; the message has counts and names.
     """
     missing, unexpected = sorted(expected - found), sorted(found - expected - optional)
     if missing or unexpected:
@@ -78,7 +85,10 @@ def check_coverage(folder: Path, found: set[str], expected: set[str], optional: 
 
 
 def head_is_embedding(weights: WeightSource, vocab_size: int) -> bool:
-    """Whether the output head is bit-equal to the embedding, so that one matrix can serve for both; a slice at a time."""
+    """Whether the output head is bit-equal to the embedding, so that one matrix can serve for both.
+
+    It reads a slice of rows at a time.
+    """
     for start in range(0, vocab_size, _ROWS):
         rows = slice(start, min(start + _ROWS, vocab_size))
         head, embedding = (weights.read(name, rows=rows) for name in ("lm_head.weight", "embedding.weight"))
@@ -88,6 +98,6 @@ def head_is_embedding(weights: WeightSource, vocab_size: int) -> bool:
 
 
 def listed(names: Iterable[str]) -> str:
-    """How many names, and the first few."""
+    """Returns the number of names and the first few of them, as text."""
     names = list(names)
     return f"{len(names)} ({', '.join(names[:4])}{', …' if len(names) > 4 else ''})" if names else "none"

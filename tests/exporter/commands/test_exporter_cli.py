@@ -1,4 +1,4 @@
-"""The commands of exporter and runtime: exit codes, one line for an error, JSON on stdout, and bundles from end to end."""
+"""The commands of the exporter: exit codes, one line for an error, JSON on stdout, and bundles from end to end."""
 
 from __future__ import annotations
 
@@ -17,36 +17,11 @@ from exporter.commands.main import main as exporter
 from exporter.validation import tolerances
 from runtime.commands.main import main as runtime
 from tests.conftest import ROOT, TINY
+from tests.exporter.commands.conftest import EXPORTS
 from tests.support.checkpoint_folders import write_huggingface
+from tests.support.command_output import json_output, refusal
 
-HAS_NVIDIA_GPU = Path("/dev/nvidiactl").exists()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    return write_huggingface(tmp_path_factory.mktemp("cli") / "tiny checkpoint", TINY)
-
-
-def refusal(capsys, main, *arguments: object) -> str:
-    """The one line on stderr of a command that was given bad input."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert captured.err.splitlines()[-1] == errors[0]
-    assert captured.out == ""
-    return errors[0]
-
-
-def json_output(capsys, main, *arguments: object) -> dict:
-    """The one JSON document on stdout of a command that ends well."""
-    capsys.readouterr()
-    assert main([str(argument) for argument in arguments]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-# --- bad input: export -------------------------------------------------------------------------------------------------
+# --- bad input: export ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -128,7 +103,7 @@ def test_wrong_usage_of_the_exporter_exits_2(capsys, arguments):
     assert "usage: blockline-export" in capsys.readouterr().err
 
 
-# --- params ------------------------------------------------------------------------------------------------------------
+# --- params -----------------------------------------------------------------------------------------------------------
 
 
 def test_params_prints_the_numbers_of_the_specification_as_one_json_document(capsys):
@@ -165,6 +140,7 @@ def test_params_prints_its_tables_to_stderr(capsys):
     assert exporter(["params", "--model", "smollm2-135m", "--past-len", "7"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
+    assert captured.err.startswith("Totals\n")
     assert "smollm2-135m: swiglu_mlp" in captured.err
     assert "P = 7" in captured.err
 
@@ -176,41 +152,7 @@ def test_params_refuses_what_cannot_be(capsys, arguments, said):
     assert said in refusal(capsys, exporter, "params", *arguments)
 
 
-# --- export to decode --------------------------------------------------------------------------------------------------
-
-EXPORTS = {
-    ("block", "fp32"): [],
-    ("stack", "fp16"): ["--layers", "1:3", "--attention-dtype", "fp32"],
-    ("model", "bf16"): ["--max-positions", "64"],
-    ("component:swiglu_mlp", "fp16"): [],
-    ("component:prepare_qkv", "bf16"): [],
-}
-
-
-@pytest.fixture(scope="module")
-def bundles(checkpoint, tmp_path_factory):
-    """Bundles of the tiny checkpoint made by the command, once each; treat them as read-only."""
-    made: dict[tuple[str, str], Path] = {}
-
-    def export(unit: str, dtype: str) -> Path:
-        if (unit, dtype) not in made:
-            target = tmp_path_factory.mktemp("bundles") / "bundle"
-            arguments = [
-                "--checkpoint",
-                str(checkpoint),
-                "--unit",
-                unit,
-                "--dtype",
-                dtype,
-                *EXPORTS[unit, dtype],
-                "-o",
-                str(target),
-            ]
-            assert exporter(["export", *arguments]) == 0
-            made[unit, dtype] = target
-        return made[unit, dtype]
-
-    return export
+# --- export to verify -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -304,107 +246,7 @@ def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monk
     assert not Bundle.open(block).read_report()["validation"]["passed"]
 
 
-# --- runtime -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", ["auto", "onnxruntime", "eager"])
-def test_decode_prints_one_json_document(capsys, bundles, backend):
-    arguments = [
-        "--backend",
-        backend,
-        "--batch",
-        2,
-        "--prompt-len",
-        5,
-        "--steps",
-        3,
-        "--cache-capacity",
-        16,
-        "--format",
-        "json",
-    ]
-    data = json_output(capsys, runtime, "decode", bundles("block", "fp32"), *arguments)
-    assert (data["unit"], data["dtype"], data["cache_capacity"], data["lengths"]) == (
-        "block of layers 0:1",
-        "fp32",
-        16,
-        [8, 8],
-    )
-    assert (data["prefill"]["tokens"], data["decode"]["tokens"]) == (10, 6)
-    assert data["decode"]["median_ms"] > 0
-    assert ("eager" if backend == "eager" else "onnxruntime") in data["backend"]
-
-
-def test_decode_prints_its_table_and_backend_to_stderr(capsys, bundles):
-    assert runtime(["decode", str(bundles("stack", "fp16"))]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "CPUExecutionProvider" in captured.err
-    assert "lengths [32]" in captured.err
-
-
-@pytest.mark.parametrize(
-    "command", [["decode"], ["generate", "--prompt", "x"], ["report", "--prompt", "x"]], ids=lambda command: command[0]
-)
-def test_runtime_refuses_a_missing_bundle(capsys, tmp_path, command):
-    assert "no such folder" in refusal(capsys, runtime, command[0], tmp_path / "nowhere", *command[1:])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--backend onnx", ["backend", "'onnx'", "onnxruntime"]),
-        ("--provider FancyExecutionProvider", ["'FancyExecutionProvider'", "CPUExecutionProvider"]),
-        ("--backend eager --provider CPUExecutionProvider", ["eager", "CPUExecutionProvider"]),
-        ("--cache-capacity 129", ["cache_capacity", "129", "128"]),
-        ("--cache-capacity 0", ["cache_capacity", "0"]),
-        ("--cache-capacity 16 --prompt-len 17", ["17", "16"]),
-        ("--cache-capacity 16 --prompt-len 10 --steps 7", ["16"]),
-        ("--batch 0", ["--batch", "0"]),
-        ("--prompt-len 0", ["--prompt-len", "0"]),
-        ("--steps=-1", ["--steps", "-1"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_decode_refuses_what_cannot_be(capsys, bundles, arguments, said):
-    error = refusal(capsys, runtime, "decode", bundles("block", "fp32"), *arguments.split())
-    for words in said:
-        assert words in error
-
-
-@pytest.mark.skipif(HAS_NVIDIA_GPU, reason="needs a machine without an NVIDIA GPU")
-@pytest.mark.parametrize("backend", ["auto", "onnxruntime"])
-def test_a_provider_that_is_not_here_is_refused_and_nothing_runs_on_the_cpu(capsys, bundles, backend):
-    error = refusal(
-        capsys, runtime, "decode", bundles("block", "fp32"), "--backend", backend, "--provider", "CUDAExecutionProvider"
-    )
-    assert "CUDAExecutionProvider" in error
-
-
-def test_decode_refuses_a_component(capsys, bundles):
-    error = refusal(capsys, runtime, "decode", bundles("component:swiglu_mlp", "fp16"))
-    assert "component:swiglu_mlp" in error
-    assert "no cache" in error
-
-
-def test_decode_refuses_bf16_on_the_cpu_by_name(capsys, bundles):
-    error = refusal(capsys, runtime, "decode", bundles("model", "bf16"))
-    assert "bf16" in error
-    assert "CPUExecutionProvider" in error
-
-
-@pytest.mark.parametrize("command", ["generate", "report"])
-def test_text_from_random_weights_is_refused(capsys, tiny_bundle, command):
-    error = refusal(capsys, runtime, command, tiny_bundle("block").folder, "--prompt", "Once")
-    assert "random" in error
-    assert "--checkpoint" in error
-
-
-def test_generate_refuses_a_bundle_without_a_tokenizer(capsys, bundles):
-    assert "tokenizer.json" in refusal(capsys, runtime, "generate", bundles("model", "bf16"), "--prompt", "Once")
-
-
-# --- as real processes -------------------------------------------------------------------------------------------------
+# --- as real processes ------------------------------------------------------------------------------------------------
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess:
@@ -443,11 +285,3 @@ def test_bad_input_to_a_real_process_exits_2_with_one_line():
     assert result.stderr.startswith("error: model: got 'llama9'")
     assert len(result.stderr.splitlines()) == 1
     assert not (ROOT / "build" / "never").exists()
-
-
-def test_decode_refuses_more_steps_than_the_cache_holds_before_it_starts(tiny_bundle, capsys):
-    assert runtime(["decode", str(tiny_bundle("block").folder), "--prompt-len", "16", "--steps", "100"]) == 2
-    assert (
-        "need 116 tokens of cache, a sequence has 64; lower them or give --cache-capacity 116"
-        in capsys.readouterr().err
-    )
