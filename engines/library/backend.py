@@ -1,4 +1,4 @@
-"""Finds the TensorRT to build with: `tensorrt` on machines with a GPU, `tensorrt-rtx` anywhere, one source for both."""
+"""Finds the TensorRT to build with: `tensorrt` on machines with a GPU, `tensorrt-rtx` anywhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from exporter.common.errors import BackendError
 log = logging.getLogger(__name__)
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+CHOICES = ("auto", *MODULES)
 INSTALL = {name: f"pip install 'blockline[{name}]'" for name in MODULES}
-OLDEST_TENSORRT = (10, 15)  # the first with KV-cache-update and attention layers as this pipeline uses them
+OLDEST_TENSORRT = (10, 15)  # the first version with the KV-cache-update and attention layers that our graphs need
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Backend:
 
     Attributes:
         name: "tensorrt" or "tensorrt-rtx".
-        trt: its Python module; both have the same API.
-        version: of that module.
-        reason: why this one, in words for the user.
+        trt: its Python module; both modules have the same API.
+        version: version of that module.
+        reason: why this backend was chosen, in words for the user.
     """
 
     name: str
@@ -43,10 +44,12 @@ class Backend:
 
 
 def choose_backend(name: str = "auto") -> Backend:
-    """The backend of that name, or for "auto" tensorrt where it is installed and a GPU is visible, else tensorrt-rtx.
+    """Returns the backend of that name.
+
+    "auto" takes tensorrt where it is installed and a GPU is visible, and tensorrt-rtx elsewhere.
 
     Raises:
-        BackendError: no such backend, or it is not installed; the message has the command that installs it.
+        BackendError: the name is unknown, or the backend is not installed; the message has the command that installs it.
     """
     if name == "auto":
         gpus = visible_gpus()
@@ -55,11 +58,10 @@ def choose_backend(name: str = "auto") -> Backend:
         if _installed("tensorrt-rtx"):
             why = "no GPU is visible" if _installed("tensorrt") else "tensorrt is not installed"
             return _load("tensorrt-rtx", f"auto: {why}; engines compile without a GPU")
-        raise BackendError(
-            f"backend auto: neither is installed; run {INSTALL['tensorrt-rtx']}, or on a GPU machine {INSTALL['tensorrt']}"
-        )
+        names, commands = " and ".join(MODULES), " or, on a machine with a GPU, ".join(reversed(INSTALL.values()))
+        raise BackendError(f"backend auto: {names} are not installed; run {commands}")
     if name not in MODULES:
-        raise BackendError(f"backend: got {name!r}, expected one of auto, {', '.join(MODULES)}")
+        raise BackendError(f"backend: got {name!r}, expected one of {', '.join(CHOICES)}")
     if not _installed(name):
         raise BackendError(f"backend {name}: it is not installed; run {INSTALL[name]}")
     return _load(name, "asked for")
@@ -73,13 +75,11 @@ def _load(name: str, reason: str) -> Backend:
     try:
         trt = importlib.import_module(MODULES[name])
     except (ImportError, OSError) as error:
-        raise BackendError(
-            f"backend {name}: it is installed and does not load ({error}); reinstall it: {INSTALL[name]}"
-        ) from None
+        problem = f"it is installed and does not load ({error})"
+        raise BackendError(f"backend {name}: {problem}; reinstall it: {INSTALL[name]}") from None
     version = trt.__version__
     if name == "tensorrt" and tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TENSORRT:
-        raise BackendError(
-            f"backend tensorrt: got version {version}, expected {'.'.join(map(str, OLDEST_TENSORRT))} or newer"
-        )
+        oldest = ".".join(map(str, OLDEST_TENSORRT))
+        raise BackendError(f"backend tensorrt: got version {version}, expected {oldest} or newer")
     log.info("%s %s (%s)", name, version, reason)
     return Backend(name, trt, version, reason)
