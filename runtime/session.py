@@ -24,8 +24,9 @@ from exporter.spec.tensors import SEQUENCE
 from exporter.steppers.protocol import Cache, OnDevice, Stepper
 from runtime.backends import open_stepper
 from runtime.inputs import InputChecker, as_array, is_whole_number
-from runtime.policy.memory_plan import plan_memory
-from runtime.policy.plan import Launch, check_fits, plan_padded, plan_unpadded
+from runtime.policy.full_cache import check_room
+from runtime.policy.launches import Launch, padded_launches, unpadded_launches
+from runtime.policy.memory_estimate import estimate_memory
 from runtime.policy.slots import SlotTable
 from runtime.turns import TakesTurns, in_turn
 
@@ -77,7 +78,7 @@ class DecodeSession(TakesTurns):
         self._folder = bundle.folder
         self.backend, self.description = stepper.backend, stepper.description
         self.max_batch, self.cache_capacity = max_batch, cache_capacity
-        self.memory = plan_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
+        self.memory = estimate_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
         self._stepper, self._is_open = stepper, True
         self._cache: Cache = stepper.new_cache(max_batch, cache_capacity)
         self._unclean: dict[
@@ -241,8 +242,8 @@ class DecodeSession(TakesTurns):
         sequences = {row: self._inputs.real(sequence, f"row {row}") for row, sequence in enumerate(rows)}
         past_lens = self._lengths or [0] * batch
         names = [f"sequence {row}" for row in range(batch)]
-        check_fits(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
-        launches = plan_padded(past_lens, seq_lens, self.cache_capacity)
+        check_room(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
+        launches = padded_launches(past_lens, seq_lens, self.cache_capacity)
         if on_device and self._output.name == "logits" and SEQUENCE in self._output.axes:
             raise InputError(
                 "device tensors: this bundle puts out logits of all tokens, expected the last; export it with --logits last"
@@ -355,7 +356,7 @@ class DecodeSession(TakesTurns):
             raise InputError(
                 "slot state: it holds inf or NaN, which would reach every later token; compute the prefix again"
             )
-        check_fits({"the imported sequence": (0, state.length)}, self.cache_capacity)
+        check_room({"the imported sequence": (0, state.length)}, self.cache_capacity)
 
     @in_turn
     def step(self, inputs: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
@@ -389,8 +390,8 @@ class DecodeSession(TakesTurns):
         }
         past_lens = {place.row: place.length for place in held.values()}
         names = {place.row: f"slot {slot}" for slot, place in held.items()}
-        check_fits({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
-        launches = plan_unpadded({row: len(x) for row, x in sequences.items()})
+        check_room({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
+        launches = unpadded_launches({row: len(x) for row, x in sequences.items()})
         with self._cleaned_where_it_fails(launches, past_lens):
             outputs = self._run(launches, sequences, past_lens, names, on_device)
             table.advance({slot: len(sequences[place.row]) for slot, place in held.items()})

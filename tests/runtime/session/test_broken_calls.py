@@ -14,7 +14,7 @@ from benchmarks.campaigns.faults import interrupt
 from engines.library.cuda import CudaError
 from exporter.bundle.bundle import Bundle
 from runtime import DecodeSession
-from runtime.policy.plan import plan_unpadded
+from runtime.policy.launches import unpadded_launches
 from tests.conftest import TINY
 from tests.support.cuda_double import CudaDouble
 from tests.support.slot_sessions import (
@@ -241,7 +241,7 @@ def test_what_an_interrupt_dropped_does_not_clean_up_in_the_middle_of_another_ca
     """A generator that is left suspended ends when it is collected: in any thread, at any time. Its note waits for the next call."""
     with on_onnxruntime(tiny_bundle("model", "fp32")) as session:
         session.step({session.acquire(): tokens(4)})
-        dropped = session._cleaned_where_it_fails(plan_unpadded({0: 3}), {0: 4})
+        dropped = session._cleaned_where_it_fails(unpadded_launches({0: 3}), {0: 4})
         dropped.__enter__()
         noted = dict(session._unclean)
         del dropped
