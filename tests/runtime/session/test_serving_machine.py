@@ -18,7 +18,7 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from runtime.policy.launches import unpadded_launches
-from runtime.session import SlotState
+from runtime.state import SlotState
 from tests.support.slot_sessions import DeviceLost, cache_bits, every_backend, fill, near, recompute, row_of, unchanged
 
 SMALL = ModelConfig(

@@ -147,7 +147,7 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
 
     with open_session(tiny_bundle(unit), backend, cache_capacity=64) as session:
         session.prefill(draw(60, 1), [60, 1])
-        session._lengths[1] = 0  # as if the second sequence were new: write indices 60 and 0
+        session._state.row_lengths[1] = 0  # as if the second sequence were new: write indices 60 and 0
         rest = draw(5, 2)
         out = session.prefill(rest, [1, 5])
         assert session.lengths.tolist() == [61, 5]
