@@ -3,7 +3,8 @@
 import logging
 
 from runtime.session import DecodeSession
+from runtime.state import SlotState
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is quiet until its user listens
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library logs nothing unless its user asks for it
 
-__all__ = ["DecodeSession"]
+__all__ = ["DecodeSession", "SlotState"]

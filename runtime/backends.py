@@ -11,7 +11,7 @@ from exporter.common.errors import BackendError, InputError
 from exporter.common.memory import available_host_bytes
 from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.protocol import Stepper
-from runtime.policy.memory_plan import plan_memory
+from runtime.policy.memory_estimate import estimate_memory
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def open_stepper(
 
 
 def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: int, free_bytes: int) -> None:
-    plan = plan_memory(manifest, backend, max_batch, capacity)
+    plan = estimate_memory(manifest, backend, max_batch, capacity)
     mib = [n_bytes / 2**20 for n_bytes in (plan.weights_bytes, plan.cache_bytes, plan.activations_bytes, free_bytes)]
     log.info("%s needs weights of %.1f MiB, a cache of %.1f, activations of about %.1f; %.1f are free", backend, *mib)
     plan.check(free_bytes)

@@ -1,6 +1,6 @@
-"""Checks what a caller hands to a step, against the bundle, before anything is written. The same on every backend.
+"""Checks what a caller gives to a step before anything is written. The checks are the same on every backend.
 
-Hidden states may be arrays of the host or tensors of the device; tokens are on the host by the time they come here.
+Hidden states may be host arrays or device tensors. Tokens are on the host when they reach this module.
 """
 
 from __future__ import annotations
@@ -17,15 +17,19 @@ from exporter.spec.dtypes import numpy_dtype
 
 
 def is_whole_number(value: object) -> bool:
-    """Whether a caller gave a whole number; True and False are none."""
+    """Whether a value is a whole number. True and False are not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def as_array(x: object, subject: str) -> np.ndarray:
-    """What a caller gave as a host array.
+    """Returns what a caller gave as a host array.
+
+    Args:
+        x: what the caller gave.
+        subject: its name in an error message.
 
     Raises:
-        InputError: it is no rectangular array.
+        InputError: it is not a rectangular array.
     """
     try:
         return np.asarray(x)
@@ -36,7 +40,9 @@ def as_array(x: object, subject: str) -> np.ndarray:
 
 
 class InputChecker:
-    """Turns callers' arrays into rows of a step: int64 [T] token ids, or hidden states [T, E] in the bundle's dtype.
+    """Checks callers' arrays and turns them into rows of a step.
+
+    A row is token ids int64 [T], or hidden states [T, E] in the bundle's dtype.
 
     Attributes:
         takes_tokens: whether the bundle is a model.
@@ -48,34 +54,31 @@ class InputChecker:
         self._hidden_size, self._vocab_size = manifest.config.hidden_size, manifest.config.vocab_size
 
     def batch(self, x: np.ndarray | DeviceTensor) -> np.ndarray | DeviceTensor:
-        """A batch [B, T] or [B, T, E], its dtype and shape checked.
+        """Checks dtype and shape of a batch, [B, T] or [B, T, E], and returns it.
 
         Raises:
-            InputError: says what was got and expected.
+            InputError: the dtype or the shape is wrong.
         """
         if not self._fits(x, n_axes=2):
-            what = "tokens" if self.takes_tokens else "hidden states"
-            expected = (
-                "integers [B, T] (decode: [B])"
-                if self.takes_tokens
-                else f"{self._dtype_name} [B, T, {self._hidden_size}]"
-            )
-            raise InputError(f"{what}: got {x.dtype} {list(x.shape)}, expected {expected}")
+            subject, expected = "hidden states", f"{self._dtype_name} [B, T, {self._hidden_size}]"
+            if self.takes_tokens:
+                subject, expected = "tokens", "integers [B, T] (decode: [B])"
+            raise InputError(f"{subject}: got {x.dtype} {list(x.shape)}, expected {expected}")
         if 0 in x.shape:
             raise InputError(f"input: got shape {list(x.shape)}, expected at least one sequence and one token")
         return x
 
     def _fits(self, x: np.ndarray | DeviceTensor, n_axes: int) -> bool:
-        """Whether x has `n_axes` axes of tokens, or one more of hidden states, in a dtype that the bundle takes."""
+        """Whether x has `n_axes` axes for tokens, or one more for hidden states, in a dtype that the bundle takes."""
         if self.takes_tokens:
             return x.ndim == n_axes and x.dtype.kind in "iu"
         return x.ndim == n_axes + 1 and x.shape[-1] == self._hidden_size and x.dtype == self._dtype
 
     def lengths(self, lengths: Sequence[int] | np.ndarray | None, batch: int, width: int) -> list[int]:
-        """Real tokens of each row; None means all.
+        """Returns the number of real tokens in each row; None means that all are real.
 
         Raises:
-            InputError: not one for each row, or outside 1 … width.
+            InputError: there is not one length for each row, or a length is outside 1 … width.
         """
         if lengths is None:
             return [width] * batch
@@ -89,10 +92,10 @@ class InputChecker:
         return lengths.tolist()
 
     def sequence(self, x: np.ndarray | DeviceTensor, name: str) -> np.ndarray | DeviceTensor:
-        """One sequence's [T] or [T, E], its dtype and shape checked, and its tokens against the vocabulary.
+        """Checks one sequence, [T] or [T, E], and returns it.
 
         Raises:
-            InputError: names the sequence, what was got and expected.
+            InputError: the dtype or the shape is wrong, or a token is not in the vocabulary.
         """
         if not self._fits(x, n_axes=1) or 0 in x.shape:
             expected = "integers [T]" if self.takes_tokens else f"{self._dtype_name} [T, {self._hidden_size}]"
@@ -100,10 +103,10 @@ class InputChecker:
         return self.real(x, name)
 
     def real(self, x: np.ndarray | DeviceTensor, name: str) -> np.ndarray | DeviceTensor:
-        """The real part of a sequence: tokens inside the vocabulary as int64, hidden states as they are.
+        """Checks the real tokens of a sequence and returns them as int64. Hidden states are returned as they are.
 
         Raises:
-            InputError: a token that the model does not have.
+            InputError: a token is not in the model's vocabulary.
         """
         if isinstance(x, DeviceTensor) or not self.takes_tokens:
             return x
@@ -111,6 +114,7 @@ class InputChecker:
         if wrong.any():
             step = int(np.flatnonzero(wrong)[0])
             raise InputError(
-                f"tokens: got {x[step]} in {name} at {step}, expected 0 to {self._vocab_size - 1}, the model's vocabulary"
+                f"tokens: got {x[step]} in {name} at {step}, expected 0 to {self._vocab_size - 1}, "
+                "the model's vocabulary"
             )
         return x.astype(np.int64, copy=False)

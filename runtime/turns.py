@@ -1,4 +1,8 @@
-"""One call at a time: threads that share an object take turns, and a call from inside another one is refused, not deadlocked."""
+"""One call at a time for an object that threads share.
+
+Calls of several threads wait for one another. A call from inside another call of the same thread is refused, because
+waiting there would never end.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from exporter.common.errors import InputError
 
 
 class TakesTurns:
-    """What an object needs whose methods are marked `in_turn`."""
+    """Base class of an object whose methods are marked with `in_turn`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -22,12 +26,12 @@ def in_turn(method: Callable[..., Any]) -> Callable[..., Any]:
     """Marks a method that waits until no other thread is inside a marked method of the same object.
 
     Raises:
-        InputError: the same thread is inside of one already, as a signal handler may be; to wait would be to wait for ever.
+        InputError: the same thread is already inside a marked method. A signal handler can cause this.
     """
 
     @functools.wraps(method)
     def waiting(self: TakesTurns, *arguments: Any, **options: Any) -> Any:
-        with self._lock:  # re-entrant, so that the check below is reached
+        with self._lock:  # re-entrant, so that the same thread reaches the check below
             if self._in_call:
                 raise InputError(
                     f"session: got {method.__name__} from inside another of its calls, such as a signal handler's; "

@@ -1,1 +1,1 @@
-"""Which sequence has which cache row, what runs together, and what fits. No buffer, no backend."""
+"""Decisions about numbers alone: memory, free cache rows, which rows run together. No buffer and no backend is used here."""

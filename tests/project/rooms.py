@@ -6,6 +6,9 @@ ROOMS = {
         *("checkpoint", "validation", "export", "commands"),
     ),
     "engines": ("library", "network", "building", "interpreter", "running", "comparison", "commands"),
-    "runtime": ("turns", "policy", "inputs", "backends", "session", "text", "doctor", "commands"),
+    "runtime": (
+        *("turns", "policy", "inputs", "device_io", "launching", "state", "backends"),
+        *("session", "text", "doctor", "commands"),
+    ),
     "benchmarks": ("machine", "peers", "contenders", "own", "race", "output", "campaigns"),
 }

@@ -88,4 +88,4 @@ def fill(session: DecodeSession, row: int, value: float, start: int = 0) -> None
 
 
 def row_of(session: DecodeSession, slot: int) -> int:
-    return session._slots.held(slot).row
+    return session._state.slots.held(slot).row

@@ -14,7 +14,7 @@ from benchmarks.campaigns.faults import interrupt
 from engines.library.cuda import CudaError
 from exporter.bundle.bundle import Bundle
 from runtime import DecodeSession
-from runtime.policy.plan import plan_unpadded
+from runtime.policy.launches import unpadded_launches
 from tests.conftest import TINY
 from tests.support.cuda_double import CudaDouble
 from tests.support.slot_sessions import (
@@ -128,7 +128,7 @@ def held_now(session: DecodeSession, held: dict[int, Tokens], after: dict) -> di
 def check_no_token_is_wrong(bundle: Bundle, session: DecodeSession, now: dict[int, Tokens], expected) -> None:
     for slot in now:
         session.export_slot(slot)
-        held = session._slots.held(slot)
+        held = session._state.slots.held(slot)
         assert not any(tensor[:, held.length :].any() for tensor in session._cache.read(held.row, CAPACITY)), (
             "something lies beyond the length"
         )
@@ -241,9 +241,9 @@ def test_what_an_interrupt_dropped_does_not_clean_up_in_the_middle_of_another_ca
     """A generator that is left suspended ends when it is collected: in any thread, at any time. Its note waits for the next call."""
     with on_onnxruntime(tiny_bundle("model", "fp32")) as session:
         session.step({session.acquire(): tokens(4)})
-        dropped = session._cleaned_where_it_fails(plan_unpadded({0: 3}), {0: 4})
+        dropped = session._state.cleaned_where_it_fails(unpadded_launches({0: 3}), {0: 4})
         dropped.__enter__()
-        noted = dict(session._unclean)
+        noted = dict(session._state.unclean)
         del dropped
         gc.collect()
-        assert session._unclean == noted and noted
+        assert session._state.unclean == noted and noted

@@ -17,8 +17,8 @@ from exporter.model.weights import RandomWeights
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.unit import Unit
 from runtime import DecodeSession
-from runtime.policy.plan import plan_unpadded
-from runtime.session import SlotState
+from runtime.policy.launches import unpadded_launches
+from runtime.state import SlotState
 from tests.support.slot_sessions import DeviceLost, cache_bits, every_backend, fill, near, recompute, row_of, unchanged
 
 SMALL = ModelConfig(
@@ -181,7 +181,7 @@ class Serving(stateful.RuleBasedStateMachine):
         """Launch number k fails, whatever came before it."""
         step, run, launches = self.draw_step(data), self.session._stepper.run, []
         rows = {row_of(self.session, slot): len(new) for slot, new in step.items()}
-        k = data.draw(st.sampled_from(range(len(plan_unpadded(rows)))[::-1]), "launch that fails")
+        k = data.draw(st.sampled_from(range(len(unpadded_launches(rows)))[::-1]), "launch that fails")
 
         def failing(*args):
             launches.append(args)

@@ -19,7 +19,8 @@ from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.unit import Unit
 from runtime import DecodeSession
-from runtime.policy.plan import Launch, check_fits, plan_padded
+from runtime.policy.full_cache import check_room
+from runtime.policy.launches import Launch, padded_launches
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
 from tests.support.cuda_double import double_session
 from tests.support.planted_faults import doctored, scale_weight
@@ -146,7 +147,7 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
 
     with open_session(tiny_bundle(unit), backend, cache_capacity=64) as session:
         session.prefill(draw(60, 1), [60, 1])
-        session._lengths[1] = 0  # as if the second sequence were new: write indices 60 and 0
+        session._state.row_lengths[1] = 0  # as if the second sequence were new: write indices 60 and 0
         rest = draw(5, 2)
         out = session.prefill(rest, [1, 5])
         assert session.lengths.tolist() == [61, 5]
@@ -157,10 +158,10 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
 
 
 def test_launches_join_neighbours_and_split_only_where_padding_would_overflow():
-    assert plan_padded([0, 0, 0], [5, 1, 3], 64) == [Launch(0, 3, 5)]
-    assert plan_padded([60, 0], [1, 5], 64) == [Launch(0, 1, 1), Launch(1, 2, 5)]
-    assert plan_padded([0, 60, 61, 0], [5, 1, 2, 1], 64) == [Launch(0, 1, 5), Launch(1, 4, 2)]
-    assert plan_padded([63], [1], 64) == [Launch(0, 1, 1)]
+    assert padded_launches([0, 0, 0], [5, 1, 3], 64) == [Launch(0, 3, 5)]
+    assert padded_launches([60, 0], [1, 5], 64) == [Launch(0, 1, 1), Launch(1, 2, 5)]
+    assert padded_launches([0, 60, 61, 0], [5, 1, 2, 1], 64) == [Launch(0, 1, 5), Launch(1, 4, 2)]
+    assert padded_launches([63], [1], 64) == [Launch(0, 1, 1)]
 
 
 def test_every_plan_covers_all_rows_once_and_stays_inside_the_cache():
@@ -169,8 +170,8 @@ def test_every_plan_covers_all_rows_once_and_stays_inside_the_cache():
         capacity = int(rng.integers(1, 20))
         past = rng.integers(0, capacity, rng.integers(1, 6))
         new = np.array([rng.integers(1, capacity - p + 1) for p in past])
-        check_fits({str(i): pair for i, pair in enumerate(zip(past.tolist(), new.tolist(), strict=True))}, capacity)
-        launches = plan_padded(past.tolist(), new.tolist(), capacity)
+        check_room({str(i): pair for i, pair in enumerate(zip(past.tolist(), new.tolist(), strict=True))}, capacity)
+        launches = padded_launches(past.tolist(), new.tolist(), capacity)
         assert [row for launch in launches for row in range(launch.first, launch.stop)] == list(range(len(past)))
         for launch in launches:
             rows = slice(launch.first, launch.stop)

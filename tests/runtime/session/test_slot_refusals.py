@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exporter.common.errors import InputError, NumericalError
-from runtime.session import SlotState
+from runtime.state import SlotState
 from tests.support.slot_sessions import DeviceLost, every_backend, hidden_states, near, recompute, tokens, unchanged
 
 # --- refused -----------------------------------------------------------------------------------------------------------

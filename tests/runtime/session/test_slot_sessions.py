@@ -11,7 +11,7 @@ import pytest
 
 from exporter.common.errors import InputError
 from runtime import DecodeSession
-from runtime.session import SlotState
+from runtime.state import SlotState
 from tests.conftest import TINY
 from tests.support.slot_sessions import (
     CLOSE,

@@ -10,7 +10,7 @@ import pytest
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE
 from exporter.common.errors import InputError
-from runtime.policy.memory_plan import MemoryPlan, plan_memory
+from runtime.policy.memory_estimate import MemoryEstimate, estimate_memory
 from tests.support.slot_sessions import cache_bits, on_onnxruntime
 
 FREE = "runtime.backends.available_host_bytes"
@@ -24,22 +24,22 @@ def manifest_with(bundle: Bundle, weights_bytes: int):
 
 def test_the_plan_of_a_tiny_model_is_what_it_comes_to_by_hand(tiny_bundle):
     """3 layers × 2 (key, value) × 2 heads × 16 × 4 bytes a token; 64 tokens × (2·64 + 3·96) × 4 bytes and 4 × 101 logits."""
-    plan = plan_memory(manifest_with(tiny_bundle("model"), 1000), "eager", 4, 64)
-    assert plan == MemoryPlan(1000, 768, 64 * 416 * 4 + 4 * 101 * 4, 4, 64)
+    plan = estimate_memory(manifest_with(tiny_bundle("model"), 1000), "eager", 4, 64)
+    assert plan == MemoryEstimate(1000, 768, 64 * 416 * 4 + 4 * 101 * 4, 4, 64)
     assert plan.cache_bytes == 196_608
     assert plan.total_bytes == 1000 + 196_608 + 108_112
 
 
 def test_a_block_caches_one_layer_and_makes_no_logits(tiny_bundle):
-    plan = plan_memory(manifest_with(tiny_bundle("block"), 1000), "eager", 100, 64)
+    plan = estimate_memory(manifest_with(tiny_bundle("block"), 1000), "eager", 100, 64)
     assert (plan.cache_bytes_per_token, plan.activations_bytes) == (256, 100 * 416 * 4)
 
 
 def test_a_long_cache_is_not_taken_for_a_long_step(tiny_bundle):
     manifest = tiny_bundle("block").manifest
     assert (
-        plan_memory(manifest, "eager", 1, 4096).activations_bytes
-        == plan_memory(manifest, "eager", 1, 512).activations_bytes
+        estimate_memory(manifest, "eager", 1, 4096).activations_bytes
+        == estimate_memory(manifest, "eager", 1, 512).activations_bytes
     )
 
 
@@ -47,7 +47,9 @@ def test_a_long_cache_is_not_taken_for_a_long_step(tiny_bundle):
     ("dtype", "backend", "copies"), [("fp16", "onnxruntime", 3), ("fp32", "onnxruntime", 2), ("fp32", "eager", 1)]
 )
 def test_the_copies_of_the_weights_that_a_backend_makes_are_counted(tiny_bundle, dtype, backend, copies):
-    assert plan_memory(manifest_with(tiny_bundle("block", dtype), 1000), backend, 1, 64).weights_bytes == copies * 1000
+    assert (
+        estimate_memory(manifest_with(tiny_bundle("block", dtype), 1000), backend, 1, 64).weights_bytes == copies * 1000
+    )
 
 
 def test_the_cache_that_is_planned_is_the_cache_that_is_allocated(tiny_bundle):
@@ -57,7 +59,7 @@ def test_the_cache_that_is_planned_is_the_cache_that_is_allocated(tiny_bundle):
 
 
 def test_a_plan_that_just_fits_is_let_through():
-    plan = MemoryPlan(1000, 10, 500, 4, 8)
+    plan = MemoryEstimate(1000, 10, 500, 4, 8)
     plan.check(1820)
     with pytest.raises(InputError, match="nothing was allocated"):
         plan.check(1819)
@@ -75,7 +77,7 @@ def test_a_session_that_does_not_fit_is_refused_before_anything_is_allocated(tin
     monkeypatch.setattr(
         "exporter.steppers.onnxruntime_stepper.OnnxruntimeStepper.from_bundle", lambda *args: opened.append(args)
     )
-    monkeypatch.setattr(FREE, lambda: plan_memory(bundle.manifest, "onnxruntime", 4, 64).total_bytes - 1)
+    monkeypatch.setattr(FREE, lambda: estimate_memory(bundle.manifest, "onnxruntime", 4, 64).total_bytes - 1)
     with pytest.raises(
         InputError, match=r"memory: the session needs .* GiB is free; nothing was allocated; 4 sequences would fit"
     ):
@@ -97,7 +99,7 @@ SHORTAGES = [
 @pytest.mark.parametrize(("batch", "share"), SHORTAGES)
 def test_what_a_refusal_proposes_fits(tiny_bundle, monkeypatch, batch, share):
     bundle = tiny_bundle("model")
-    plan = plan_memory(bundle.manifest, "onnxruntime", batch, 64)
+    plan = estimate_memory(bundle.manifest, "onnxruntime", batch, 64)
     free = plan.total_bytes - plan.cache_bytes + int(plan.cache_bytes * share)
     monkeypatch.setattr(FREE, lambda: free)
     with pytest.raises(InputError, match="would fit") as refusal:
@@ -113,14 +115,14 @@ def test_what_a_refusal_proposes_fits(tiny_bundle, monkeypatch, batch, share):
 @pytest.mark.parametrize(("batch", "share"), SHORTAGES)
 def test_what_a_refusal_proposes_is_the_largest_that_fits(tiny_bundle, batch, share):
     manifest = tiny_bundle("model").manifest
-    plan = plan_memory(manifest, "onnxruntime", batch, 64)
+    plan = estimate_memory(manifest, "onnxruntime", batch, 64)
     free = plan.total_bytes - plan.cache_bytes + int(plan.cache_bytes * share)
     fits = [
         capacity
         for capacity in range(2, 65, 2)
-        if plan_memory(manifest, "onnxruntime", batch, capacity).total_bytes <= free
+        if estimate_memory(manifest, "onnxruntime", batch, capacity).total_bytes <= free
     ]
-    batches = [n for n in range(1, batch + 1) if plan_memory(manifest, "onnxruntime", n, 64).total_bytes <= free]
+    batches = [n for n in range(1, batch + 1) if estimate_memory(manifest, "onnxruntime", n, 64).total_bytes <= free]
     with pytest.raises(InputError, match="would fit") as refusal:
         plan.check(free)
     assert proposal(refusal) == (max(fits, default=0), max(batches, default=0))

@@ -1,0 +1,169 @@
+"""What a session holds: cache rows, the length of each sequence, and rows that must be cleaned before the next call."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from exporter.common.errors import InputError
+from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.tensors import TensorSpec
+from exporter.steppers.protocol import Cache
+from runtime.inputs import is_whole_number
+from runtime.policy.full_cache import check_room
+from runtime.policy.launches import Launch
+from runtime.policy.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """A copy of one sequence's cache, to keep a prefix or to move it to another session.
+
+    Attributes:
+        length: tokens that it holds.
+        tensors: key and value of each layer, [K, length, D] each, in the bundle's dtype.
+    """
+
+    length: int
+    tensors: tuple[np.ndarray, ...]
+
+
+class SessionState:
+    """The cache of a session and the lengths of its sequences.
+
+    Attributes:
+        cache: the cache, which the session owns and frees.
+        row_lengths: tokens of each row; None while the session is not used with rows.
+        slots: the slots; None while the session is not used with slots.
+        unclean: cache row → end of the tokens that a failed call may have left beyond the row's length.
+    """
+
+    def __init__(self, cache: Cache, max_batch: int, cache_capacity: int) -> None:
+        self.cache = cache
+        self.row_lengths: list[int] | None = None
+        self.slots: SlotTable | None = None
+        self.unclean: dict[int, int] = {}
+        self._max_batch, self._cache_capacity = max_batch, cache_capacity
+        self._slot_numbers = itertools.count()  # continues after a reset, so that a slot from before it is noticed
+
+    @property
+    def lengths(self) -> np.ndarray | dict[int, int]:
+        """A copy of the lengths: int64 [B] with rows, {slot: tokens} with slots; empty before the first use."""
+        slots = self.slots
+        return np.array(self.row_lengths or [], np.int64) if slots is None else slots.lengths
+
+    def reset(self) -> None:
+        """Forgets all sequences and zeroes the whole cache."""
+        self.unclean = dict.fromkeys(range(self._max_batch), self._cache_capacity)
+        self.row_lengths = self.slots = None
+        self.clean()
+
+    # --- slots ---------------------------------------------------------------------------------------------------------
+
+    def slot_table(self) -> SlotTable:
+        """Returns the slots. Without any, returns an empty table, which counts only once a slot is taken from it.
+
+        Raises:
+            InputError: the session is used with rows.
+        """
+        if self.row_lengths is not None:
+            raise InputError("session: got a call for slots, and it is used with rows; call reset() to use slots")
+        return self.slots or SlotTable(self._max_batch, self._slot_numbers)
+
+    def zeroed_row(self, table: SlotTable) -> int:
+        """Returns a free cache row and zeroes it. It stays free until `take`, so a failure here changes nothing.
+
+        Raises:
+            InputError: all rows are taken.
+        """
+        row = table.free_row()
+        self.cache.zero(row, 0, self._cache_capacity)
+        return row
+
+    def take(self, table: SlotTable, row: int, length: int) -> int:
+        """Gives a free row to a new slot; from now on the session is used with slots. Returns the slot."""
+        slot = table.take(row, length)
+        self.slots = table
+        return slot
+
+    def fill_gaps(self, table: SlotTable) -> None:
+        """Moves the last rows into the gaps that released slots have left."""
+        while (move := table.next_move()) is not None:  # there are several gaps only after a move has failed
+            self.cache.zero(move.destination, 0, self._cache_capacity)
+            self.cache.copy(move.source, move.destination, table.length_of_row(move.source))
+            table.moved(move)
+
+    def check_slot_state(self, state: SlotState, specs: Sequence[TensorSpec]) -> None:
+        """Checks a state that a caller wants to import.
+
+        Args:
+            state: what the caller gave.
+            specs: the cache tensors of the bundle.
+
+        Raises:
+            InputError: it is not a state, it does not fit the bundle or the capacity, or it holds inf or NaN.
+        """
+        if not isinstance(state, SlotState) or not is_whole_number(state.length) or state.length < 0:
+            raise InputError(f"slot state: got {reprlib.repr(state)}, expected what export_slot returned")
+        expected = [((spec.axes[1], state.length, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in specs]
+        tensors = list(state.tensors) if isinstance(state.tensors, Sequence) else [state.tensors]
+        got = [
+            (tensor.shape, tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
+            for tensor in tensors
+        ]
+        if got != expected:
+            raise InputError(
+                f"slot state: got {len(got)} tensors {got[:1]}, expected {len(expected)} {expected[:1]}, "
+                "as this bundle caches them"
+            )
+        if not all(np.isfinite(tensor).all() for tensor in tensors):
+            raise InputError(
+                "slot state: it holds inf or NaN, which would reach every later token; compute the prefix again"
+            )
+        check_room({"the imported sequence": (0, state.length)}, self._cache_capacity)
+
+    # --- cleaning ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def cleaned_where_it_fails(
+        self, launches: Sequence[Launch], past_lens: Sequence[int] | Mapping[int, int]
+    ) -> Iterator[None]:
+        """Zeroes what the launches wrote beyond the lengths, unless the body succeeds.
+
+        The rows are recorded in `unclean` before the first write, and the record is removed after the new lengths are set.
+        So after an interrupt at any point, or where the cache cannot be zeroed now, the next call finds the record.
+
+        Args:
+            launches: the launches that the body runs.
+            past_lens: tokens that each cache row holds before them.
+        """
+        self.unclean = {
+            row: min(past_lens[row] + launch.width, self._cache_capacity) for launch in launches for row in launch.rows
+        }
+        try:
+            yield
+        except GeneratorExit:
+            # An interrupt dropped this generator. It may end in any thread, in the middle of another call, so it must not
+            # clean. The next call finds the record.
+            raise
+        except BaseException:
+            self.clean()
+            raise
+        self.unclean = {}
+
+    def clean(self) -> None:
+        """Zeroes what failed calls may have left beyond the present lengths."""
+        while self.unclean:
+            row, stop = next(iter(self.unclean.items()))
+            self.cache.zero(row, self._length_of_row(row), stop)
+            del self.unclean[row]
+
+    def _length_of_row(self, row: int) -> int:
+        if self.slots is not None:
+            return self.slots.length_of_row(row)
+        return self.row_lengths[row] if self.row_lengths is not None and row < len(self.row_lengths) else 0
