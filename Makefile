@@ -22,7 +22,7 @@ WORKERS ?= 2
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench bench-peers gpu-check doctor lint clean
+.PHONY: help setup lock checkpoint export validate build inspect compare decode generate run test bench bench-peers interop-peers gpu-check doctor lint clean
 
 help: ## show this list
 	@echo "Targets (variables: MODEL CHECKPOINT UNIT LAYERS DTYPE BUNDLE BACKEND MAX_BATCH MAX_SEQ CACHE_CAPACITY PROMPT QUICK WORKERS):"
@@ -72,13 +72,16 @@ run: $(READY) export ## everything, from nothing: set up, fetch the small model,
 
 test: export OMP_WAIT_POLICY := passive# threads that wait for work by spinning would take the other worker's core
 test: $(READY) checkpoint ## set up and run the tests, files spread over WORKERS processes
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(if $(QUICK),-m "not slow")
 
 bench: $(READY) $(if $(QUICK),,checkpoint) ## our step beside everyone else's, all figures and plots; QUICK=1 is a small run without peers
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick)
 
 bench-peers: $(READY) ## make the environments of other runtimes (optimum, onnxruntime-genai, llama.cpp) under build/peers
 	$(BIN)/python -m benchmarks.peers.environments
+
+interop-peers: $(READY) ## make only the environments of optimum and onnxruntime-genai; `make test` then runs their tests
+	$(BIN)/python -m benchmarks.peers.environments optimum genai
 
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.own.gpu_check

@@ -1,1 +1,1 @@
-"""Measurements: run by hand or by `make bench`, recorded under benchmarks/records, never asserted by a timed test."""
+"""Measurements, run by hand or by `make bench`. Their records are in benchmarks/records; no test asserts a time."""

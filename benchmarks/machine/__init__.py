@@ -1,1 +1,1 @@
-"""The machine: what it is, what it can do at best, and where a step's time goes."""
+"""Measurements of the machine: its description, its limits, commands' time and memory, and the profile of a step."""

@@ -1,1 +1,1 @@
-"""What people would use instead: each peer in a virtual environment of its own, driven by a script that runs there."""
+"""Other runtimes (peers), each in a virtual environment of its own, and the scripts that run in those environments."""

@@ -1,10 +1,11 @@
-"""Makes the peers' environments under build/peers/: they need other versions of the packages that we use.
+"""Virtual environments of the peers, in build/peers. The peers need other versions of packages than ours.
 
-python -m benchmarks.peers.environments [NAME ...]
+python -m benchmarks.peers.environments [NAME ...]      makes the named environments; all of them by default
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -35,56 +36,86 @@ PACKAGES = {
     ],
     "llama_cpp": ["llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"],
 }
-# llama.cpp is compiled here, for this processor; it takes minutes.
-BUILD_SETTINGS = {
-    "llama_cpp": {
-        "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF"
-    },
-}
+# pip compiles llama.cpp for this processor, which takes minutes.
+_OFF = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_TOOLS", "LLAMA_CURL")
+BUILD_SETTINGS = {"llama_cpp": {"CMAKE_ARGS": " ".join(["-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in _OFF)])}}
 
 
 class PeerMissing(RuntimeError):
-    """A peer's environment cannot be made here; the message has the installer's last words."""
+    """A peer's environment cannot be made on this machine; the message ends with the installer's last line."""
+
+
+def is_ready(name: str) -> bool:
+    """Whether a peer's environment is made and has the packages that `PACKAGES` names today."""
+    ready = _ready_file(name)
+    return ready.is_file() and ready.read_text() == json.dumps(PACKAGES[name])
 
 
 def prepare(name: str) -> Path:
-    """The Python of a peer's environment, made on first use; one that was left half made is made again.
+    """Returns the Python of a peer's environment; makes the environment first where it is missing or out of date.
 
     Raises:
-        PeerMissing: its packages cannot be installed.
+        PeerMissing: pip cannot install the packages.
     """
     folder = ENVIRONMENTS / name
-    ready, python = folder / ".ready", folder / "bin" / "python"
-    wanted = json.dumps(PACKAGES[name])
-    if ready.is_file() and ready.read_text() == wanted:
+    python = folder / "bin" / "python"
+    if is_ready(name):
         return python
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PACKAGES[name]]
     installed = subprocess.run(command, capture_output=True, text=True, env=os.environ | BUILD_SETTINGS.get(name, {}))
     if installed.returncode:
-        raise PeerMissing(
-            f"peer {name}: {' '.join(PACKAGES[name])} cannot be installed: {installed.stderr.strip().splitlines()[-1:]}"
-        )
-    ready.write_text(wanted)
+        last = installed.stderr.strip().splitlines()[-1:]
+        raise PeerMissing(f"peer {name}: {' '.join(PACKAGES[name])} cannot be installed: {last}")
+    _ready_file(name).write_text(json.dumps(PACKAGES[name]))
     return python
 
 
+def _ready_file(name: str) -> Path:
+    """The file that an environment has once it is whole: its packages as JSON."""
+    return ENVIRONMENTS / name / ".ready"
+
+
 def generate(name: str, arguments: Sequence[str], prompts: Sequence[Sequence[int]], n_tokens: int) -> list[list[int]]:
-    """Greedy tokens of a peer: runs its script with the prompts on stdin.
+    """Returns a peer's greedy tokens: runs its script with the prompts on stdin.
+
+    Args:
+        name: a peer with a script NAME_generate.py in this folder.
+        arguments: the script's arguments, without the number of tokens.
+        prompts: token ids of each prompt.
+        n_tokens: number of tokens after each prompt.
 
     Raises:
         PeerMissing: the environment cannot be made.
         RuntimeError: the script failed; the message has its stderr.
     """
     command = [str(prepare(name)), str(SCRIPTS / f"{name}_generate.py"), *arguments, str(n_tokens)]
-    run = subprocess.run(
-        command, input=json.dumps([list(map(int, prompt)) for prompt in prompts]), capture_output=True, text=True
-    )
+    stdin = json.dumps([list(map(int, prompt)) for prompt in prompts])
+    run = subprocess.run(command, input=stdin, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"{' '.join(command)}: {run.stderr[-2000:]}")
     return json.loads(run.stdout)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Makes the named environments; exits with 1 where one cannot be made, after it has tried the others."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.environments", description="Make the peers' environments in build/peers."
+    )
+    names = ", ".join(PACKAGES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"environments to make: {names} (default: all)")
+    wanted = parser.parse_args(arguments).names or list(PACKAGES)
+    if unknown := set(wanted) - set(PACKAGES):
+        parser.error(f"NAME: got {', '.join(sorted(unknown))}, expected some of {names}")
+    failed = False
+    for name in wanted:
+        try:
+            print(f"{name}: {prepare(name)}", flush=True)
+        except PeerMissing as reason:
+            print(reason, file=sys.stderr, flush=True)
+            failed = True
+    return int(failed)
+
+
 if __name__ == "__main__":
-    for peer in sys.argv[1:] or PACKAGES:
-        print(f"{peer}: {prepare(peer)}")
+    sys.exit(main())

@@ -1,4 +1,7 @@
-"""Greedy tokens by onnxruntime-genai: BUNDLE N, prompts (lists of token ids) as JSON on stdin, tokens as JSON on stdout."""
+"""Generates greedy tokens with onnxruntime-genai.
+
+genai_generate.py BUNDLE N      reads prompts (lists of token ids) as JSON from stdin, writes N tokens of each to stdout
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""Quantizes a GGUF file with llama.cpp: SOURCE TARGET TYPE, with TYPE as in LLAMA_FTYPE_MOSTLY_TYPE."""
+"""Quantizes a GGUF file with llama.cpp.
+
+llama_cpp_quantize.py SOURCE TARGET TYPE      TYPE is the end of a name LLAMA_FTYPE_MOSTLY_TYPE
+"""
 
 import sys
 
@@ -11,7 +14,7 @@ def main() -> None:
     parameters.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     status = llama_cpp.llama_model_quantize(source.encode(), target.encode(), parameters)
     if status:
-        raise SystemExit(f"llama.cpp: quantizing {source} to {kind} fails with {status}")
+        raise SystemExit(f"llama.cpp: quantizing {source} to {kind} failed with status {status}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Greedy tokens by optimum: BUNDLE CHECKPOINT N, prompts (lists of token ids) as JSON on stdin, tokens as JSON on stdout.
+"""Generates greedy tokens with optimum.
 
-All prompts go in one left-padded batch. The bundle has no config.json, so the model is made from a session and the checkpoint's config.
+optimum_generate.py BUNDLE CHECKPOINT N     reads prompts (lists of token ids) as JSON from stdin, writes N tokens of each
+
+All prompts are one left-padded batch. A bundle has no config.json, so the checkpoint's is used.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""The benchmark against other runtimes: who takes part, in what, and how it is run."""
+"""The benchmark against other runtimes: its contenders, its workloads, and how it runs them."""

@@ -1,8 +1,11 @@
-"""Who takes part, and how far a contender's outputs may lie from the reference's before it is not timed at all."""
+"""The contenders, and how far the outputs of each may be from the reference's. A contender beyond that is not timed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from exporter.common.errors import InputError
 
 REFERENCE = "transformers"
 OURS = "ours"
@@ -13,13 +16,14 @@ class Entry:
     """One contender.
 
     Attributes:
-        name: in reports.
-        module: in benchmarks/contenders.
-        model: what it reads, one of `benchmarks.race.models.MAKERS` and that maker's arguments.
-        environment: a peer's, from `benchmarks.peers.environments`; None is the one that this runs in.
-        weights: how it stores them; what is not fp32 is held to floors of agreement instead of closeness, and runs the real model only.
-        gpu: runs on a GPU, and only where one is visible.
-        options: of its class, beside the model and the threads.
+        name: name in reports.
+        module: module in benchmarks/contenders.
+        model: form of the model that it reads: a name in `benchmarks.race.models.MAKERS` and that maker's arguments.
+        environment: name of the peer's environment in `benchmarks.peers.environments`; None is our own environment.
+        weights: how it stores the weights. With "fp32" its logits must be close to the reference's; with any other
+            value they must agree as far as `FLOORS` says, and it runs the real model only.
+        gpu: whether it runs on a GPU; it takes part only where one is visible.
+        options: further arguments of its class, besides the model and the threads.
     """
 
     name: str
@@ -50,12 +54,12 @@ LINEUP = (
 
 @dataclass(frozen=True)
 class Floor:
-    """What a contender's outputs must reach, against the float32 reference given the same tokens.
+    """How far a contender's outputs must agree with the float32 reference's for the same tokens.
 
     Attributes:
         top1: share of positions with the same most likely token.
-        kl: mean KL divergence in nats, at most.
-        error: largest error of a logit in root mean squares of the reference's, at most; None where weights are rounded.
+        kl: largest mean KL divergence, in nats.
+        error: largest error of a logit, in root mean squares of the reference's; None where weights are rounded.
     """
 
     top1: float
@@ -70,9 +74,27 @@ FLOORS = {
     "Q4_1": Floor(top1=0.65, kl=0.3),
     "int8": Floor(top1=0.9, kl=2e-2),
     "uint8": Floor(top1=0.95, kl=5e-3),
-    "int4": Floor(
-        top1=0.6, kl=0.5
-    ),  # 0.73 and 0.33 were measured over 768 tokens: the checkpoint itself was rounded to 4 bits before
+    # 0.73 and 0.33 were measured over 768 tokens: the checkpoint itself was rounded to 4 bits before.
+    "int4": Floor(top1=0.6, kl=0.5),
     "uint4": Floor(top1=0.65, kl=0.3),
     "tensorrt": Floor(top1=0.95, kl=5e-3),
 }
+
+
+def choose_lineup(only: Sequence[str] | None, quick: bool) -> list[Entry]:
+    """Returns the contenders of a run: those that `only` names, and always the reference, eager and ours.
+
+    Args:
+        only: names of contenders; None takes all.
+        quick: whether `None` leaves out contenders that need an environment of their own.
+
+    Raises:
+        InputError: a name is unknown.
+    """
+    names = [entry.name for entry in LINEUP]
+    unknown = set(only or ()) - set(names)
+    if unknown:
+        raise InputError(f"contenders: got {', '.join(sorted(unknown))}, expected some of {', '.join(names)}")
+    default = [entry.name for entry in LINEUP if not (quick and entry.environment)]
+    wanted = {REFERENCE, "eager", OURS, *(only or default)}
+    return [entry for entry in LINEUP if entry.name in wanted]

@@ -1,4 +1,7 @@
-"""The growing-cache form: right by itself, refused where a cache must be in place, and really driven by its two runtimes."""
+"""Bundles with a growing cache: they are right, they are refused where a cache must be in place, and two other runtimes run them.
+
+The tests with optimum and onnxruntime-genai run where `make interop-peers` or `make bench-peers` made their environments.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import numpy as np
 import onnx
 import pytest
 
-from benchmarks.peers.environments import PeerMissing, generate
+from benchmarks.peers import environments
+from benchmarks.peers.environments import PACKAGES, generate, is_ready
 from engines.building.build import BuildRequest, build_bundle
 from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.library.backend import choose_backend
@@ -28,6 +32,12 @@ PROMPTS = [[504, 3575, 282, 4649, 314], [504, 3575], [9690, 2591, 253, 655, 28, 
 N_TOKENS = 12
 
 
+def needs_peer(name: str) -> pytest.MarkDecorator:
+    """Skips a test where a peer's environment is not made; `make test` makes no environment of another project."""
+    reason = f"build/peers/{name} is not made or out of date; make it with `make interop-peers`"
+    return pytest.mark.skipif(not is_ready(name), reason=reason)
+
+
 @pytest.fixture(scope="module")
 def growing(tmp_path_factory):
     """The tiny model with a growing cache, by dtype."""
@@ -45,7 +55,7 @@ def growing(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_it_agrees_with_the_eager_definition_wherever_rows_are_equally_long(growing, dtype):
+def test_it_agrees_with_eager_where_rows_have_equal_lengths(growing, dtype):
     report = growing(dtype).read_report()["validation"]
     scenarios = {comparison["scenario"] for comparison in report["comparisons"]}
     assert (
@@ -55,7 +65,7 @@ def test_it_agrees_with_the_eager_definition_wherever_rows_are_equally_long(grow
     assert validate_bundle(growing(dtype), RandomWeights(TINY, 0), seed=1)[0]["passed"]
 
 
-def test_its_interface_is_the_one_those_runtimes_know(growing):
+def test_its_inputs_and_outputs_have_the_names_that_other_runtimes_expect(growing):
     graph = onnx.load(growing().graph_path, load_external_data=False).graph
     axes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
@@ -87,8 +97,8 @@ def test_its_genai_config_states_the_models_sizes_and_no_shared_buffer(growing):
     assert "genai_config.json" in bundle.manifest.files and Bundle.open(bundle.folder, verify="full")
 
 
-def test_padding_on_the_left_changes_nothing_but_where_tokens_lie(growing):
-    """Visibility is by row, so a left-padded batch of unequal prompts gives each one's own logits."""
+def test_padding_on_the_left_changes_no_logits(growing):
+    """Each row has its own mask, so a prompt in a left-padded batch has the logits of that prompt alone."""
     stepper = GrowingStepper(str(growing().graph_path), Bundle.open(growing().folder).manifest.contract)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 101, n) for n in (5, 2)]
@@ -107,7 +117,7 @@ def test_padding_on_the_left_changes_nothing_but_where_tokens_lie(growing):
         np.testing.assert_allclose(batch[row, -len(prompt) :], alone[0], atol=2e-5)
 
 
-def test_what_needs_a_cache_in_place_refuses_it_by_name(growing, tmp_path, capsys):
+def test_sessions_builds_and_comparisons_refuse_a_growing_cache_by_name(growing, tmp_path, capsys):
     bundle = growing()
     for call in (
         lambda: DecodeSession.open(bundle.folder),
@@ -128,7 +138,7 @@ def test_what_needs_a_cache_in_place_refuses_it_by_name(growing, tmp_path, capsy
 
 @pytest.fixture(scope="module")
 def real(smollm2_checkpoint, smollm2_bundle, tmp_path_factory):
-    """SmolLM2 with a growing cache, and the tokens that our own runtime finds from the in-place form."""
+    """SmolLM2 with a growing cache, and the tokens that our runtime generates from the bundle with a cache in place."""
     opened = open_checkpoint(smollm2_checkpoint)
     request = ExportRequest(
         opened.config, Unit.parse("model", opened.config, cache="growing"), opened.weights, "fp32",
@@ -147,19 +157,33 @@ def real(smollm2_checkpoint, smollm2_bundle, tmp_path_factory):
     return bundle, tokens
 
 
+@needs_peer("genai")
 def test_onnxruntime_genai_generates_our_tokens_from_our_file(real):
     bundle, tokens = real
-    try:
-        (end,) = bundle.manifest.end_token_ids  # genai stops at it
-        ended = [row[: row.index(end) + 1] if end in row else row for row in tokens]
-        assert generate("genai", [str(bundle.folder)], PROMPTS, N_TOKENS) == ended
-    except PeerMissing as reason:
-        pytest.skip(str(reason))
+    (end,) = bundle.manifest.end_token_ids  # genai stops at it
+    ended = [row[: row.index(end) + 1] if end in row else row for row in tokens]
+    assert generate("genai", [str(bundle.folder)], PROMPTS, N_TOKENS) == ended
 
 
+@needs_peer("optimum")
 def test_optimum_generates_our_tokens_from_our_file_in_a_left_padded_batch(real, smollm2_checkpoint):
     bundle, tokens = real
-    try:
-        assert generate("optimum", [str(bundle.folder), str(smollm2_checkpoint)], PROMPTS, N_TOKENS) == tokens
-    except PeerMissing as reason:
-        pytest.skip(str(reason))
+    assert generate("optimum", [str(bundle.folder), str(smollm2_checkpoint)], PROMPTS, N_TOKENS) == tokens
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_an_environment_is_ready_only_with_the_packages_of_today(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "ENVIRONMENTS", tmp_path)
+    assert not is_ready(name)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".ready").write_text(json.dumps(["an-older-package==1.0"]))
+    assert not is_ready(name)
+    (tmp_path / name / ".ready").write_text(json.dumps(PACKAGES[name]))
+    assert is_ready(name)
+
+
+def test_a_misspelt_environment_is_refused_and_nothing_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environments, "ENVIRONMENTS", tmp_path)
+    with pytest.raises(SystemExit):
+        environments.main(["optimun"])
+    assert "got optimun, expected some of genai, " in capsys.readouterr().err and not list(tmp_path.iterdir())

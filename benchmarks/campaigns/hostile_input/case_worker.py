@@ -15,8 +15,8 @@ import traceback
 from pathlib import Path
 from random import Random
 
-from benchmarks.campaigns.hostile_input import arguments, bundles, checkpoints
 from benchmarks.campaigns.hostile_input.gates import Gates
+from benchmarks.campaigns.hostile_input.inputs import arguments, bundles, checkpoints
 from benchmarks.campaigns.hostile_input.originals import CATALOGUE_ENTRY
 from benchmarks.campaigns.hostile_input.sandbox import Sandbox, Watch
 from exporter.common.errors import CheckFailed, InputError, NumericalError

@@ -1,10 +1,8 @@
-"""Mutations of a bundle's graph, of the references to its external data, and of the data file itself."""
+"""Mutations of a bundle's graph."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -35,17 +33,6 @@ def mutate_graph(path: Path, rng: Random) -> None:
     if rng.random() < 0.3:
         data = flip_bytes(data, rng) if rng.random() < 0.8 else data[: rng.randrange(len(data) + 1)]
     path.write_bytes(data)
-
-
-def mutate_external(path: Path, rng: Random) -> None:
-    """Points weights of a graph file elsewhere, or says other places, sizes and lengths of them."""
-    model = onnx.load_from_string(path.read_bytes())
-    for _ in range(rng.choice((1, 1, 2))):
-        rng.choice(EXTERNAL_MUTATIONS)(model, rng)
-    path.write_bytes(model.SerializeToString())
-
-
-# --- the graph ---------------------------------------------------------------------------------------------------------
 
 
 def _node(model: ModelProto, rng: Random) -> NodeProto:
@@ -146,7 +133,7 @@ def subgraph(model: ModelProto, rng: Random) -> None:
     """A graph in an attribute, possibly nested, possibly with data from outside."""
     inner = GraphProto(name="inner")
     tensor = inner.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[4])
-    _point(tensor, rng.choice(FOREIGN_PATHS), 0, 16)
+    point_outside(tensor, rng.choice(FOREIGN_PATHS), 0, 16)
     inner.node.add(op_type="Identity", input=["w"], output=["y"])
     inner.output.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [4]))
     for depth in range(rng.choice((0, 0, 3, 30))):
@@ -290,9 +277,17 @@ def extras(model: ModelProto, rng: Random) -> None:
         model.graph.doc_string = "\x1b[31m" * 1000
 
 
+def point_outside(tensor: TensorProto, location: str, offset: object, length: object) -> None:
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.ClearField("external_data")
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        if value is not None:
+            tensor.external_data.add(key=key, value=str(value))
+
+
 def constant_from_outside(model: ModelProto, rng: Random) -> None:
     tensor = TensorProto(name="stolen", data_type=TensorProto.UINT8, dims=[len(SECRET)])
-    _point(tensor, rng.choice(FOREIGN_PATHS), 0, len(SECRET))
+    point_outside(tensor, rng.choice(FOREIGN_PATHS), 0, len(SECRET))
     model.graph.node.insert(0, helper.make_node("Constant", [], ["stolen"], value=tensor))
     if rng.random() < 0.5:
         model.graph.output.append(helper.make_tensor_value_info("stolen", TensorProto.UINT8, [len(SECRET)]))
@@ -303,127 +298,3 @@ GRAPH_MUTATIONS: tuple[Callable[[ModelProto, Random], None], ...] = (
     attribute, attribute, subgraph, function, versions, interface, interface, initializer, initializer, other_constant, other_constant, sparse,
     bomb, extras, constant_from_outside,
 )  # fmt: skip
-
-
-# --- external data -----------------------------------------------------------------------------------------------------
-
-
-def _point(tensor: TensorProto, location: str, offset: object, length: object) -> None:
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.ClearField("external_data")
-    for key, value in (("location", location), ("offset", offset), ("length", length)):
-        if value is not None:
-            tensor.external_data.add(key=key, value=str(value))
-
-
-def _external(model: ModelProto, rng: Random) -> TensorProto:
-    found = [tensor for tensor in model.graph.initializer if tensor.external_data]
-    return rng.choice(found) if found else model.graph.initializer.add(name="added", data_type=1, dims=[4])
-
-
-def _where(tensor: TensorProto) -> dict[str, str]:
-    return {"location": "model.onnx.data", "offset": "0", "length": "16"} | {
-        e.key: e.value for e in tensor.external_data
-    }
-
-
-def elsewhere(model: ModelProto, rng: Random) -> None:
-    """Another location; one tensor's or everyone's."""
-    location = rng.choice(FOREIGN_PATHS)
-    one = _external(model, rng)
-    for tensor in [one] if rng.random() < 0.8 else [t for t in model.graph.initializer if t.external_data]:
-        where = _where(tensor)
-        _point(tensor, location, *((0, None) if rng.random() < 0.2 else (where["offset"], where["length"])))
-
-
-NUMBERS = (
-    "-1", "-4096", "0", "1", "4095", "4096", "1e3", "", " 8", "0x10", "nan", "9" * 30, "9" * 5000, str(2**63 - 1), str(2**64), "١", "1_0", "+16",
-)  # fmt: skip
-
-
-def other_numbers(model: ModelProto, rng: Random) -> None:
-    tensor = _external(model, rng)
-    where = _where(tensor) | {rng.choice(("offset", "length")): rng.choice(NUMBERS)}
-    _point(tensor, where["location"], where["offset"], where["length"])
-
-
-def other_keys(model: ModelProto, rng: Random) -> None:
-    tensor = _external(model, rng)
-    if rng.random() < 0.5 and tensor.external_data:
-        del tensor.external_data[rng.randrange(len(tensor.external_data))]
-    else:
-        key = rng.choice(("location", "offset", "length", "basepath", "checksum", "\0", "other"))
-        tensor.external_data.add(key=key, value=rng.choice((*NUMBERS, *FOREIGN_PATHS)))
-    if rng.random() < 0.2:
-        tensor.data_location = rng.choice((TensorProto.DEFAULT, TensorProto.EXTERNAL))
-
-
-def other_dims(model: ModelProto, rng: Random) -> None:
-    """Dims or a type that its bytes are not of."""
-    tensor = _external(model, rng)
-    if rng.random() < 0.5 and tensor.dims:
-        tensor.dims[rng.randrange(len(tensor.dims))] = rng.choice(HUGE)
-    else:
-        tensor.data_type = rng.choice((2, 7, 8, 10, 11, 14, 16, 17, 22, 99))
-
-
-EXTERNAL_MUTATIONS = (
-    elsewhere,
-    elsewhere,
-    other_numbers,
-    other_numbers,
-    other_keys,
-    other_dims,
-    subgraph,
-    constant_from_outside,
-)
-
-
-# --- model.onnx.data ---------------------------------------------------------------------------------------------------
-
-
-def mutate_data(path: Path, rng: Random, links_out: bool = True) -> None:
-    """Replaces a file by something shorter, longer, poisoned, or by what is no file of the folder's own."""
-    content = path.read_bytes()
-    how = rng.choice([how for how in range(12) if links_out or how != 4])
-    outside = (
-        path.parent / ".." / "outside"
-        if (path.parent / ".." / "outside").is_dir()
-        else path.parent / ".." / ".." / "outside"
-    )
-    path.unlink()
-    if how == 0:
-        path.write_bytes(content[: rng.randrange(len(content) + 1)])
-    elif how == 1:
-        path.write_bytes(content + rng.randbytes(rng.choice((1, 4096))))
-    elif how == 2:
-        path.write_bytes(
-            np.full(len(content) // 4, rng.choice((np.nan, np.inf, 1e38)), np.float32).tobytes()
-            + bytes(len(content) % 4)
-        )
-    elif how == 3:
-        path.write_bytes(flip_bytes(content, rng))
-    elif how == 4:
-        path.symlink_to(rng.choice((outside / "secret.bin", outside / "secret.json", Path("/etc/hostname"))))
-    elif how == 5:
-        path.symlink_to(
-            rng.choice(("/dev/zero", "/dev/null", "/proc/self/environ", "/proc/self/mem", "nowhere", path.name))
-        )
-    elif how == 6:
-        (path.parent / "moved").write_bytes(content)
-        path.symlink_to("moved")
-    elif how == 7:
-        (path.parent / "moved").write_bytes(content)
-        os.link(path.parent / "moved", path)
-    elif how == 8:
-        os.mkfifo(path)
-    elif how == 9:
-        path.mkdir()
-    elif how == 10:
-        with socket.socket(socket.AF_UNIX) as listener:
-            folder = os.open(path.parent, os.O_RDONLY)
-            listener.bind(f"/proc/self/fd/{folder}/{path.name}")  # the path of a socket may not be long
-            os.close(folder)
-    else:
-        with open(path, "wb") as file:
-            file.truncate(rng.choice((0, 1, 2**26, 2**42)))

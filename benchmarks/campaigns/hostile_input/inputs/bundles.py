@@ -17,7 +17,9 @@ from benchmarks.campaigns.hostile_input.doors import (
     Door,
     draw,
 )
-from benchmarks.campaigns.hostile_input.graphs import mutate_data, mutate_external, mutate_graph
+from benchmarks.campaigns.hostile_input.inputs.data_files import mutate_data
+from benchmarks.campaigns.hostile_input.inputs.external_data import mutate_external
+from benchmarks.campaigns.hostile_input.inputs.graphs import mutate_graph
 from benchmarks.campaigns.hostile_input.values import (
     FOREIGN_PATHS,
     damage_text,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.campaigns.hostile_input.bundles import mutate_json_file
 from benchmarks.campaigns.hostile_input.doors import HUGGINGFACE_DOORS, META_DOORS, Door, draw
-from benchmarks.campaigns.hostile_input.graphs import mutate_data
+from benchmarks.campaigns.hostile_input.inputs.bundles import mutate_json_file
+from benchmarks.campaigns.hostile_input.inputs.data_files import mutate_data
 from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, flip_bytes, hostile_value, mutate, to_text
 
 
