@@ -1,6 +1,8 @@
 # blockline: from one PyTorch block to ONNX, onnxruntime and TensorRT. `make help` explains each target.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The Pythons that the lock and the tests are for, and the first of them that runs here and can make an environment.
+PYTHONS := 3.11 3.12 3.13 3.14
+PYTHON ?= $(or $(shell for version in $(PYTHONS); do python$$version -c 'import ensurepip, venv' 2>/dev/null && echo python$$version && break; done),python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -31,9 +33,10 @@ help: ## show this list
 setup: $(READY) ## make .venv with everything that the commands and tests need, each file checked by its SHA-256
 
 $(READY): pyproject.toml $(wildcard locks/*.txt) locks/install.py
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "python: got %d.%d, expected 3.11; set PYTHON=/path/to/python3.11" % sys.version_info[:2])'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m locks.install
+	@command -v "$(PYTHON)" >/dev/null || { echo "python: got no $(PYTHON) here, expected one of Python $(PYTHONS); install one, or name one: make setup PYTHON=/path/to/python3.13" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; got = "%d.%d" % sys.version_info[:2]; sys.exit(got not in "$(PYTHONS)".split() and "python: $(PYTHON) is Python " + got + ", expected one of $(PYTHONS); install one, or name one: make setup PYTHON=/path/to/python3.13")'
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m locks.install
 	@touch $@
 
 build/checkpoints/smollm2-135m/config.json: | $(READY)

@@ -1,1 +1,1 @@
-"""What `make setup` installs: every version pinned and every file's SHA-256 listed, in the .txt files beside this one."""
+"""The packages that `make setup` installs. The .txt files here pin each version and list the SHA-256 of each file."""

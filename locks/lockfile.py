@@ -1,22 +1,25 @@
-"""Reads the lock's files. Standard library only: `make setup` reads them in an environment that is still empty."""
+"""Reads the files of the lock. Needs the standard library only: `make setup` reads them in an empty environment."""
 
 from __future__ import annotations
 
+import platform
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "locks"
 BUILD = FOLDER / "build.txt"  # what builds source archives and this project itself
-PACKAGES = FOLDER / "packages.txt"  # all that is not in the other files
+PACKAGES = FOLDER / "packages.txt"  # everything that is not in the other files
 TORCH = FOLDER / "torch.txt"
 CUDA = FOLDER / "cuda.txt"  # libraries that only torch's CUDA build asks for
 UV = FOLDER / "uv.txt"  # the tool that renews the lock, in an environment of its own
 INSTALLED = (BUILD, PACKAGES, TORCH, CUDA)
 
 _PIN = re.compile(
-    r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?:\s*;\s*(?P<marker>[^\\]+?))?(?P<hashes>(?:\s+--hash=sha256:[0-9a-f]{64})+)"
+    r"(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?:\s*;\s*(?P<marker>[^\\]+?))?"
+    r"(?P<hashes>(?:\s+--hash=sha256:[0-9a-f]{64})+)"
 )
 
 
@@ -42,6 +45,21 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def applies_here(marker: str) -> bool:
+    """Whether a marker of the lock is true for this Python on this machine.
+
+    The lock's markers are terms `name == 'value'`, joined by `and`, and such groups joined by `or`.
+    """
+    here = {"platform_machine": platform.machine(), "python_version": f"{sys.version_info[0]}.{sys.version_info[1]}"}
+    groups = [re.findall(r"(\w+) == '([^']*)'", group) for group in marker.split(" or ")]
+    return any(all(here[name] == value for name, value in group) for group in groups)
+
+
+def pins_for_this_machine(path: Path) -> list[Pin]:
+    """The packages of one file that setup installs here."""
+    return [pin for pin in read_pins(path).values() if applies_here(pin.marker)]
+
+
 def read_pins(path: Path) -> dict[str, Pin]:
     """The packages of one file, by name.
 
@@ -57,9 +75,8 @@ def read_pins(path: Path) -> dict[str, Pin]:
     for line in lines:
         match = _PIN.fullmatch(line.strip())
         if match is None:
-            raise ValueError(
-                f"{path}: got {line[:80]!r}, expected NAME==VERSION and a SHA-256 for each of its files; renew it with `make lock`"
-            )
+            expected = "NAME==VERSION and a SHA-256 for each of its files"
+            raise ValueError(f"{path}: got {line[:80]!r}, expected {expected}; renew it with `make lock`")
         pin = Pin(
             normal(match["name"]),
             match["version"],
