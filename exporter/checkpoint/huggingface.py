@@ -20,7 +20,7 @@ from exporter.checkpoint.folder import (
 from exporter.checkpoint.formats import Checkpoint
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
-from exporter.spec.parameters import weight_shapes
+from exporter.spec.parameters import is_rotated, weight_shapes
 from exporter.spec.unit import Unit
 
 _LAYER_NAMES = {  # canonical name inside a block → Hugging Face's name inside a layer
@@ -212,13 +212,14 @@ class HuggingFaceWeights:
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """As `WeightSource.read`. The file is mapped for this one read: pages that stayed mapped would count as ours."""
         stored = _stored_name(name)
-        permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
+        permuted = is_rotated(name)
         with safe_open(self._files[stored], framework="pt") as file:
             whole = file.get_slice(stored)
-            if len(whole.get_shape()) == 1:
-                return whole[columns]
-            tensor = whole[slice(None) if permuted else rows, columns]
-        return adjacent_pairs(tensor, self._config.head_dim)[rows] if permuted else tensor
+            is_vector = len(whole.get_shape()) == 1
+            outputs = columns if is_vector else rows  # the axis whose order RoPE decides
+            run = slice(None) if permuted else outputs
+            tensor = whole[run] if is_vector else whole[run, columns]
+        return adjacent_pairs(tensor, self._config.head_dim)[outputs] if permuted else tensor
 
     def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> None:
         by_file: dict[Path, list[str]] = {}
@@ -246,7 +247,7 @@ class HuggingFaceWeights:
 
 
 def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorders the rows [heads · D, …] of q or k from half-split RoPE pairs (i, i + D/2) to adjacent ones (2i, 2i + 1)."""
+    """Reorders the rows [heads · D, …] or values [heads · D] of q or k from half-split RoPE pairs (i, i + D/2) to adjacent ones (2i, 2i + 1)."""
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -254,7 +255,8 @@ def _stored_name(name: str) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+    module, _, kind = rest.rpartition(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[module]}.{kind}"
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

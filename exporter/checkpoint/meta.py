@@ -301,7 +301,7 @@ class MetaWeights:
         pieces = [_open_shard(path)[stored] for path in self._paths]
         axis = self._axes[stored]
         if pieces[0].dim() == 1:
-            return pieces[0][columns].clone()
+            return (pieces[0][columns] if axis is None else _run(pieces, axis, columns)).clone()
         wanted = (rows, columns)
         if axis is None:
             return pieces[0][wanted].clone()
@@ -329,4 +329,5 @@ def _stored_name(name: str) -> str:
     if name in _MODEL_NAMES:
         return _MODEL_NAMES[name]
     _, layer, rest = name.split(".", 2)
-    return f"layers.{layer}.{_LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
+    module, _, kind = rest.rpartition(".")
+    return f"layers.{layer}.{_LAYER_NAMES[module]}.{kind}"

@@ -17,7 +17,7 @@ class StoredTensor:
         dtype: dtype name it is stored in.
         shape: as stored; transposed says that this is the weights' shape reversed.
         transposed: the graph stores block projections [in, out]; a weight is [out, in].
-        part: which tensor of a weight stored in integers it is, one of `contract.QUANTIZED_PARTS`; "" where it is the weight itself.
+        role: which tensor of a weight in integers it is, one of QUANTIZED_TENSORS; "" where it is the weight itself.
     """
 
     name: str
@@ -25,7 +25,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     transposed: bool
-    part: str = ""
+    role: str = ""
 
     @property
     def n_bytes(self) -> int:

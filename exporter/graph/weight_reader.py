@@ -16,13 +16,12 @@ from torch import Tensor
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import BundleError
-from exporter.graph.assemble import ROPE_TABLES
 from exporter.graph.quantize import Quantized, unpack
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_NAMES
-from exporter.spec.parameters import MERGED_WEIGHTS, block_weight_shapes, weight_shapes
-from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
+from exporter.spec.parameters import ROPE_TABLES, held_weights, renumbered, split_name
+from exporter.spec.weight_formats import QUANTIZED_TENSORS, WeightFormat
 
 
 def map_data(folder: Path) -> np.ndarray:
@@ -35,7 +34,7 @@ def map_data(folder: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class _Place:
+class WeightPlace:
     """Where a weight lies: the canonical name of the tensor that holds it, and which of that one's outputs are the weight's."""
 
     stored: str
@@ -61,13 +60,13 @@ class GraphWeights:
         self.description = description
         self._path, self._format = folder / DATA_FILE, weight_format
         self._tensors: dict[str, TensorProto] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, WeightPlace] = {}
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
             if tensor.external_data and tensor.dims:
-                name = _canonical(tensor.name, first_layer)
+                name = renumbered(tensor.name, first_layer)
                 self._tensors[name] = tensor
-                weight, _, part = name.rpartition(".")
-                self._places.update(_places(weight if part in QUANTIZED_PARTS else name, config))
+                weight, _, role = name.rpartition(".")
+                self._places.update(weight_places(weight if role in QUANTIZED_TENSORS else name, config))
         self.has_own_head = "lm_head.weight" in self._places
 
     @property
@@ -91,12 +90,12 @@ class GraphWeights:
             return self._dequantized(place, columns)[rows]
         weight = self._mapped(place.stored)
         if weight.dim() == 1:
-            return weight[columns]
+            return weight[place.outputs][columns]
         if _is_transposed(name):
             weight = weight.T
         return weight[place.outputs][rows, columns]
 
-    def _dequantized(self, place: _Place, columns: slice) -> Tensor:
+    def _dequantized(self, place: WeightPlace, columns: slice) -> Tensor:
         """Some inputs of a weight, [out, columns]."""
         assert self._format is not None, "only a bundle with a weight format has tensors that are parts of a weight"
         weight_format = self._format.of(place.stored)
@@ -153,7 +152,7 @@ def bundle_weights(bundle: Bundle) -> WeightSource:
         for part in bundle.parts
     ]
     found = {name: shape for part in parts for name, shape in part.shapes.items()}
-    expected = weight_shapes(manifest.config, manifest.unit)
+    expected = manifest.spec.weight_shapes
     wrong = sorted(name for name, shape in expected.items() if found.get(name) != shape)
     if wrong:
         got = found.get(wrong[0], "none")
@@ -168,29 +167,24 @@ def bundle_weights(bundle: Bundle) -> WeightSource:
     return parts[0] if len(parts) == 1 else PartedWeights(parts)
 
 
-def _places(stored: str, config: ModelConfig) -> Iterator[tuple[str, _Place]]:
-    """The weights that a stored tensor holds, by canonical name: several of a block's projections where they are merged."""
-    block, number, name = (
-        stored.split(".", 2) if stored.startswith("blocks.") and stored.count(".") > 1 else ("", "", stored)
-    )
-    merged = MERGED_WEIGHTS.get(name.removesuffix(".weight"), ())
-    if not merged:
-        yield stored, _Place(stored, slice(None))
+def weight_places(stored: str, config: ModelConfig) -> Iterator[tuple[str, WeightPlace]]:
+    """The weights that a stored tensor holds, and where; a tensor that the table of weights does not know holds itself.
+
+    Args:
+        stored: canonical name of the tensor, such as `blocks.3.attention.qkv_proj.weight`.
+        config: the geometry of the model.
+    """
+    block, name = split_name(stored)
+    held = held_weights(name) if block else ()
+    if len(held) < 2:
+        yield stored, WeightPlace(stored, slice(None))
         return
-    shapes = block_weight_shapes(config)
-    ends = accumulate(shapes[f"{part}.weight"][0] for part in merged)
-    for part, (start, end) in zip(merged, pairwise((0, *ends)), strict=True):
-        rest = part == merged[-1]  # takes whatever is there, so that one output too many shows in its shape
-        yield f"{block}.{number}.{part}.weight", _Place(stored, slice(start, None if rest else end))
+    ends = accumulate(weight.shape(config)[0] for weight in held)
+    for weight, (start, end) in zip(held, pairwise((0, *ends)), strict=True):
+        # the last takes all that is there, so that one output too many shows in its shape
+        yield f"{block}.{weight.name}", WeightPlace(stored, slice(start, None if weight == held[-1] else end))
 
 
 def _is_transposed(name: str) -> bool:
     """Whether a graph stores a weight [in, out]; of a vector both are the same."""
     return name.startswith("blocks.")
-
-
-def _canonical(name: str, first_layer: int) -> str:
-    parts = name.split(".")
-    if parts[0] == "blocks" and len(parts) > 1:
-        parts[1] = str(int(parts[1]) + first_layer) if parts[1].isdecimal() else parts[1]
-    return ".".join(parts)

@@ -24,14 +24,15 @@ from torch import Tensor
 
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckpointError
-from exporter.graph.assemble import ROPE_TABLES, AssembledGraph
+from exporter.graph.assemble import AssembledGraph
 from exporter.graph.quantize import pack, quantize
 from exporter.graph.stored_tensor import StoredTensor
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_TYPES
+from exporter.spec.parameters import ROPE_TABLES
 from exporter.spec.rope import rotation_table
-from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
+from exporter.spec.weight_formats import QUANTIZED_TENSORS, WeightFormat
 
 log = logging.getLogger(__name__)
 
@@ -213,15 +214,15 @@ def _pieces(graph: AssembledGraph, weights: WeightSource, buffers: _Buffers) -> 
     """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
     runs: list[_RoundedRun] = []
     for stored in graph.stored:
-        if not stored.part:
+        if not stored.role:
             yield from (
                 partial(_piece, stored, read, buffers)
                 for read in _reads(stored, graph.spec.config, weights, SLICE_BYTES)
             )
             continue
-        if stored.part == QUANTIZED_PARTS[0]:  # the others of the same weight follow
+        if stored.role == QUANTIZED_TENSORS[0]:  # the others of the same weight follow
             assert graph.spec.weight_format is not None, "only a weight format has weights in parts"
-            weight_format = graph.spec.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
+            weight_format = graph.spec.weight_format.of(stored.name.removesuffix(f".{stored.role}"))
             blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
             runs = [
                 _RoundedRun(read, weight_format, graph.spec.dtype)
@@ -244,8 +245,8 @@ class _RoundedRun:
     def piece(self, stored: StoredTensor) -> Piece:
         """These rows of one of the weight's tensors."""
         with self._lock:
-            if stored.part in self._kept:
-                return stored, self._kept.pop(stored.part), {}
+            if stored.role in self._kept:
+                return stored, self._kept.pop(stored.role), {}
             runs = self._read()
             for name, run in runs.items():
                 _check_finite(name, run)

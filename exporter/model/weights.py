@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.common.errors import InputError
-from exporter.model.block import canonical_name, eager_module
+from exporter.model.components import canonical_name, eager_module
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import weight_shapes
@@ -90,6 +90,8 @@ def load_eager(spec: GraphSpec, weights: WeightSource) -> nn.Module:
     if spec.config.tie_word_embeddings and spec.unit.kind == "model":
         own_head = weights.read("lm_head.weight").to(dtype) if weights.has_own_head else None
         stored["lm_head.weight"] = stored["embedding.weight"] if own_head is None else own_head
-    state = {parameter: stored[canonical_name(spec.unit, parameter)] for parameter in module.state_dict()}
+    names = {parameter: canonical_name(spec.unit, parameter) for parameter in module.state_dict()}
+    assert set(names.values()) == set(stored), "every weight of the spec is a parameter of the eager module"
+    state = {parameter: stored[name] for parameter, name in names.items()}
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)

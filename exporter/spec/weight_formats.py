@@ -10,7 +10,7 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.limits import is_count
 
 WEIGHT_FORMATS = ("int8", "int4", "uint8", "uint4")
-QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
+QUANTIZED_TENSORS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class WeightFormat:
         """
         by_block = (shape[0] // self.block_size, shape[1])
         stored = [(self.dtype, shape), (dtype, by_block), *([] if self.symmetric else [(self.dtype, by_block)])]
-        return dict(zip(QUANTIZED_PARTS, stored, strict=False))
+        return dict(zip(QUANTIZED_TENSORS, stored, strict=False))
 
     def check(self, config: ModelConfig) -> None:
         """Refuses a format that there is no kernel for, or whose blocks do not divide every matrix's inputs.

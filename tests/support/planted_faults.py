@@ -12,7 +12,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle.bundle import Bundle, sha256_of
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
-from exporter.graph.weight_reader import _places
+from exporter.graph.weight_reader import weight_places
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 
@@ -199,7 +199,7 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
 def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
     """Multiplies one weight of a (copied) bundle, by its name in the graph's numbering, in place in its data file."""
     model = onnx.load(bundle.graph_path, load_external_data=False)
-    held = ((tensor, dict(_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
+    held = ((tensor, dict(weight_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
     tensor, outputs = next((tensor, places[name].outputs) for tensor, places in held if name in places)
     where = {entry.key: entry.value for entry in tensor.external_data}
     data = np.memmap(bundle.folder / DATA_FILE, dtype=np.uint8, mode="r+")

@@ -22,6 +22,7 @@ from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.graph import fused_decoder as traced
 from exporter.graph.assemble import assemble
+from exporter.graph.cache_forms import InPlaceCache
 from exporter.graph.contract_check import check_graph
 from exporter.graph.fragments import EXAMPLE_SIZES, Fragment, Piece, _trace, trace_fragments
 from exporter.graph.pieces import block_piece, head_piece, prologue_piece
@@ -178,8 +179,8 @@ class OnePiece(nn.Module):
     def __init__(self, unit: Unit):
         super().__init__()
         self.unit = unit
-        self.prologue = traced.Prologue(TINY, MAX_POSITIONS)
-        self.blocks = nn.ModuleList(traced.TracedBlock(TINY, False) for _ in range(unit.n_layers))
+        self.prologue = traced.Prologue(TINY, MAX_POSITIONS, InPlaceCache())
+        self.blocks = nn.ModuleList(traced.TracedBlock(TINY, False, InPlaceCache()) for _ in range(unit.n_layers))
         if unit.kind == "model":
             self.embedding, self.epilogue = traced.Embedding(TINY), traced.Head(TINY, unit.logits, transposed=False)
         else:
