@@ -1,6 +1,6 @@
-"""Joins traced fragments into the whole graph of a unit: prologue, one block traced and cloned a layer, epilogue.
+"""Joins traced fragments into the graph of a unit: prologue, one block that is cloned for each layer, epilogue.
 
-Tracing costs the same for one block as for eighty; a test proves the result equal to a graph traced in one piece.
+Tracing costs the same for one block as for eighty. A test proves that the result equals a graph traced in one piece.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from exporter.graph.pieces import (
     prologue_piece,
     zero_pads_piece,
 )
-from exporter.graph.stored_tensor import StoredTensor
 from exporter.spec.dtypes import ONNX_NAMES, ONNX_TYPES
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import ROPE_TABLES, held_weights, name_in_block
+from exporter.spec.stored_tensor import StoredTensor
 from exporter.spec.tensors import IR_VERSION, OPSET, Contract
 from exporter.spec.unit import Bounds
 from exporter.spec.weight_formats import WeightFormat, is_quantized
@@ -47,7 +47,7 @@ class StoredWeight:
 
 @dataclass
 class AssembledGraph:
-    """A whole graph whose initializers hold no data yet, and the list of what they must hold, in file order.
+    """A graph whose initializers hold no data yet, and the list of the data they need, in file order.
 
     Attributes:
         spec: the identity of the graph; of the whole unit, where the graph is one part of it.
@@ -99,7 +99,7 @@ class _Assembly:
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
     def decoder(self, part: Bounds) -> None:
-        """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
+        """Adds a block, stack or model, or some of its layers: prologue, embedding of a model, blocks, epilogue."""
         spec, unit, cache = self.spec, self.spec.unit, CACHE_FORMS[self.spec.unit.cache]
         embeds = unit.kind == "model" and part[0] == 0
         ends = unit.kind == "model" and part[1] == unit.n_layers
@@ -128,7 +128,7 @@ class _Assembly:
             (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, step["real"]], "", {})
 
     def _block_weight(self, name: str, layer: int) -> StoredWeight:
-        """What is stored under that name inside a block, where the graph numbers its layers from 0."""
+        """Returns what is stored under a name inside a block; the graph numbers its layers from 0."""
         held = held_weights(name)
         assert held, f"{name} is not in the table of a block's weights"
         block = f"blocks.{layer + self.spec.unit.first_layer}"
@@ -147,7 +147,14 @@ class _Assembly:
     def add(
         self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, StoredWeight]
     ) -> list[ir.Value]:
-        """Clones a fragment's nodes onto `arguments`; returns its outputs. `weights` says of each parameter what is stored for it."""
+        """Clones the nodes of a fragment and returns its outputs.
+
+        Args:
+            fragment: the fragment.
+            arguments: values that take the place of its inputs.
+            prefix: prefix of the names of its nodes and values.
+            weights: parameter name → what the graph stores for it.
+        """
         mapping: dict[ir.Value | None, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
         for name, parameter in fragment.parameters.items():
             mapping[parameter] = self._weight(parameter, weights[name])
@@ -173,7 +180,7 @@ class _Assembly:
         return self._initializer(StoredTensor(weight.name, weight.weights, dtype, shape, weight.transposed))
 
     def _dequantized(self, weight: StoredWeight, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
-        """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
+        """Returns the weight as DequantizeLinear makes it from integers; onnxruntime and TensorRT read them packed."""
         name, dtype = weight.name, self.spec.dtype
         if name not in self.dequantized:
             tensors = weight_format.tensors((shape[0], shape[1]), dtype)
@@ -198,7 +205,7 @@ class _Assembly:
         return self.initializers[stored.name]
 
     def _constant(self, constant: ir.Value) -> ir.Value:
-        """One initializer for equal constants of all fragments, named by what it holds."""
+        """Returns one initializer for equal constants of all fragments, named by its content."""
         tensor = constant.const_value
         assert tensor is not None, "it is a constant"
         array = tensor.numpy()
@@ -212,7 +219,7 @@ class _Assembly:
         return self.initializers[name]
 
     def finish(self) -> AssembledGraph:
-        """Names the outputs as the contract has them and closes the graph; nothing can be added afterwards."""
+        """Names the outputs as in the contract and closes the graph; nothing can be added afterwards."""
         ordered = []
         for spec in self.contract.outputs:
             value = self.outputs[spec.name]

@@ -14,7 +14,7 @@ from exporter.spec.tensors import CAPACITY, PAST
 
 @dataclass(frozen=True)
 class InPlaceCache(CacheForm):
-    """One buffer [B, K, C, D] a tensor: the update is TensorScatter-24, whose present output shares the memory of past."""
+    """One buffer [B, K, C, D] a tensor. The update is TensorScatter-24; its present shares the memory of its past."""
 
     past_axis = CAPACITY
     step_inputs = ("position_ids", "write_indices", "attention_mask")

@@ -1,14 +1,13 @@
-"""The traced form: the same decoder with the fused operators of the standard, in the fragments a graph is assembled from.
+"""The traced form: the same decoder with the fused operators of the standard, as the fragments of a graph.
 
-A graph is `Prologue`, `Embedding` (models), one `TracedBlock` a layer, and an epilogue. torch.onnx.export traces each fragment
-once, and `assemble.py` joins them. Weights have the layout that the graph stores: projections are [in, out].
+A graph is `Prologue`, `Embedding` (models), one `TracedBlock` a layer, and an epilogue. torch.onnx.export traces each
+fragment once, and `assemble.py` joins them. Weights have the layout that the graph stores: projections are [in, out].
 Symbolic operators compute nothing in PyTorch: these modules are traced, the eager ones are run.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,29 +18,30 @@ from exporter.spec.catalogue import ModelConfig
 
 symbolic = torch.onnx.ops.symbolic
 
-MARKER_DOMAIN = "blockline"  # operators of this domain name a value and vanish on assembly
+MARKER_DOMAIN = "blockline"  # operators of this domain name a value; they are removed after tracing
 
 
 def named(name: str, x: Tensor) -> Tensor:
-    """Gives a value its name in the graph."""
+    """Gives a value its name in the graph, and returns it."""
     return symbolic(f"{MARKER_DOMAIN}::Name", (x,), {"name": name}, dtype=x.dtype, shape=x.shape)
 
 
 def reshape(x: Tensor, target: list[int], shape: tuple) -> Tensor:
-    """ONNX Reshape with a constant target (0 keeps a dimension), so that no shape arithmetic enters the graph."""
+    """ONNX Reshape with a constant target (0 keeps a dimension), so that the graph has no shape arithmetic."""
     return symbolic("Reshape", (x, torch.tensor(target)), dtype=x.dtype, shape=shape)
 
 
 def split(x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
-    """ONNX Split of the last axis into parts of these widths."""
+    """ONNX Split of the last axis into tensors with these widths."""
     shapes = [(*x.shape[:-1], width) for width in widths]
-    parts = torch.onnx.ops.symbolic_multi_out(
+    results = torch.onnx.ops.symbolic_multi_out(
         "Split", (x, torch.tensor(widths)), {"axis": -1}, dtypes=[x.dtype] * len(widths), shapes=shapes, version=18
     )
-    return tuple(parts)
+    return tuple(results)
 
 
 def parameter(*shape: int) -> nn.Parameter:
+    """A parameter that is traced and never filled."""
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
@@ -118,7 +118,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def traced_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, float32: bool) -> Tensor:
-    """Attention-23 with an explicit mask and native GQA; `float32` computes it between casts, whatever the graph's dtype."""
+    """Attention-23 with an explicit mask and native GQA; `float32` computes it between casts, in any graph."""
     dtype = queries.dtype
     if float32:
         queries, keys, values = queries.float(), keys.float(), values.float()
@@ -167,8 +167,7 @@ class CacheForm(ABC):
         past_axis: the symbol of a past tensor's rows.
         step_inputs: names of the graph inputs that the prologue reads, in order.
         step_values: names of the values that the prologue computes, in order.
-        block_inputs: names of the step's inputs and values that a block reads after its hidden states, in order; `cos`, `sin`
-            and `visible` come first.
+        block_inputs: names of the inputs and values of the step that a block reads after `cos`, `sin` and `visible`.
     """
 
     past_axis: str
@@ -193,7 +192,14 @@ class CacheForm(ABC):
 
     @abstractmethod
     def rows_in_use(self, name: str, present: Tensor, total_length: int, *shared: Tensor) -> Tensor:
-        """Returns the rows that attention reads, [B, K, L, D], as a value of that name where it is another than `present`."""
+        """Returns the rows that attention reads, [B, K, L, D].
+
+        Args:
+            name: name of the result, where it is another value than `present`.
+            present: [B, K, C or L, D].
+            total_length: L.
+            shared: the block's inputs after `visible`.
+        """
 
 
 class TracedBlock(nn.Module):
@@ -253,7 +259,7 @@ class RopeTables(nn.Module):
 
 
 class Prologue(nn.Module):
-    """Computes the values that all blocks share, once a step: rotation, visibility, and what the form of the cache needs."""
+    """Computes the values that all blocks share, once a step: rotation, visibility, and values for the cache."""
 
     def __init__(self, config: ModelConfig, max_positions: int, cache: CacheForm) -> None:
         super().__init__()
@@ -276,15 +282,18 @@ class Embedding(nn.Module):
 
 
 class ZeroPads(nn.Module):
-    """The epilogue of a block or stack: hidden states [B, T, E] with padded tokens zeroed."""
+    """The epilogue of a block or stack: zeroes padded tokens of hidden states [B, T, E]."""
 
     def forward(self, x: Tensor, real: Tensor) -> Tensor:
         return torch.where(real[:, :, None], x, torch.zeros((), dtype=x.dtype))
 
 
 class Head(nn.Module):
-    """The epilogue of a model: final norm and output head, in float32 at the end. The head's weight is [V, E], so that a
-    tied model stores one matrix; Gemm reads it transposed. A matrix of its own in integers is `transposed`, as projections are."""
+    """The epilogue of a model: final norm and output head, with float32 logits.
+
+    The weight of the head is [V, E], so that a tied model stores one matrix; Gemm reads it transposed. A head in
+    integers is a separate matrix and `transposed`, as projections are.
+    """
 
     def __init__(self, config: ModelConfig, logits: str, transposed: bool) -> None:
         super().__init__()
@@ -294,14 +303,19 @@ class Head(nn.Module):
         self.weight = parameter(*(shape[::-1] if transposed else shape))
 
     def forward(self, x: Tensor, write_indices: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
-        """x [B, T, E] → logits; `write_indices` [B] and `attention_mask` [B, L] say which token is the last where that is asked for."""
+        """Returns float32 logits: [B, V] with logits "last", else [B, T, V].
+
+        Args:
+            x: hidden states [B, T, E].
+            write_indices: int64 [B]; with logits "last" only.
+            attention_mask: int64 [B, L]; with logits "last" only.
+        """
         batch, length, hidden = x.shape
         if self.logits == "last":
             assert attention_mask is not None and write_indices is not None, "they are inputs of such a head"
             last = last_token(attention_mask, write_indices)[:, None]
-            x = named(
-                "last_token", symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden))
-            )
+            x = symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden))
+            x = named("last_token", x)
         x = named("norm", self.norm(x))
         if self.transposed:
             return named("lm_head", torch.matmul(x, self.weight)).float()
@@ -309,7 +323,7 @@ class Head(nn.Module):
             return self.project(x, batch).float()
         flat = reshape(x, [-1, hidden], (batch * length, hidden))
         logits = self.project(flat, batch * length)
-        # the batch and sequence sizes are read back from x, whose rows were flattened
+        # the flattened logits take the batch and sequence sizes of x again
         sizes = symbolic("Shape", (x,), {"start": 0, "end": 2}, dtype=torch.int64, shape=(2,))
         target = torch.cat([sizes, torch.tensor([self.config.vocab_size])])
         return symbolic(
@@ -319,70 +333,3 @@ class Head(nn.Module):
     def project(self, x: Tensor, rows: int) -> Tensor:
         product = symbolic("Gemm", (x, self.weight), {"transB": 1}, dtype=x.dtype, shape=(rows, self.config.vocab_size))
         return named("lm_head", product)
-
-
-class TracedRepeatKV(nn.Module):
-    """x [B, S, K, D] → y [B, S, H, D]: each head expanded n_rep times in place. Only a component graph holds this."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, x: Tensor) -> Tensor:
-        config = self.config
-        batch, length, kv_heads, head_dim = x.shape
-        grouped = symbolic(
-            "Unsqueeze", (x, torch.tensor([3])), dtype=x.dtype, shape=(batch, length, kv_heads, 1, head_dim)
-        )
-        repeats = (batch, length, kv_heads, config.n_rep, head_dim)
-        copies = symbolic("Expand", (grouped, torch.tensor([1, 1, 1, config.n_rep, 1])), dtype=x.dtype, shape=repeats)
-        return reshape(copies, [0, 0, config.n_heads, head_dim], (batch, length, config.n_heads, head_dim))
-
-
-class TracedPrepareQKV(nn.Module):
-    """`prepare_qkv` with the rotation as one tensor R float32 [T, D/2, 2], as the contract of the component has it."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.qkv_proj = TracedProjections(config).qkv_proj
-
-    def forward(self, x: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        cos = R[None, :, :, 0].expand(x.shape[0], -1, -1)
-        sin = R[None, :, :, 1].expand(x.shape[0], -1, -1)
-        return traced_prepare_qkv(x, cos, sin, self.qkv_proj, self.config)
-
-
-class TracedAttention(nn.Module):
-    """`attention` as a component of its own."""
-
-    def __init__(self, float32: bool) -> None:
-        super().__init__()
-        self.float32 = float32
-
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        return traced_attention(queries, keys, values, mask, self.float32)
-
-
-class TracedMergeProject(nn.Module):
-    """`merge_project` as a component of its own."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.o_proj = TracedProjections(config).o_proj
-
-    def forward(self, heads: Tensor) -> Tensor:
-        return traced_merge_project(heads, self.o_proj)
-
-
-def traced_component(config: ModelConfig, name: str, float32_attention: bool) -> nn.Module:
-    """Returns the traced form of one component, with the inputs and outputs of the contract."""
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "prepare_qkv": lambda: TracedPrepareQKV(config),
-        "repeat_kv": lambda: TracedRepeatKV(config),
-        "attention": lambda: TracedAttention(float32_attention),
-        "merge_project": lambda: TracedMergeProject(config),
-        "swiglu_mlp": lambda: TracedSwiGLU(config),
-        "rms_norm": lambda: TracedRMSNorm(config.hidden_size, config.norm_eps),
-    }
-    return modules[name]()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from exporter.graph import fused_decoder as traced
 from exporter.graph.cache_forms import CACHE_FORMS
 from exporter.graph.fragments import Piece
+from exporter.graph.traced_components import traced_component
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, TensorSpec
 
@@ -17,7 +18,7 @@ from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, TensorSpec
 def component_piece(spec: GraphSpec) -> Piece:
     arguments = (spec.config, spec.unit.component, spec.float32_attention)
     outputs = tuple(output.name for output in spec.contract.outputs)
-    return Piece(traced.traced_component, arguments, spec.dtype, spec.contract.inputs, outputs)
+    return Piece(traced_component, arguments, spec.dtype, spec.contract.inputs, outputs)
 
 
 def prologue_piece(spec: GraphSpec) -> Piece:

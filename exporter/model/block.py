@@ -5,9 +5,9 @@ This is the oracle. Every other form (the traced graph, onnxruntime, TensorRT) i
     x ─ attention_norm ─ prepare_qkv ─ update_cache ─ repeat_kv ─ attention ─ merge_project ─(+x)─ h
     h ─ ffn_norm ─ swiglu_mlp ─(+h)─ out
 
-Shape letters: B batch, T new tokens, L total length read, C cache capacity, H query heads, K KV heads, D head_dim,
-E hidden size, F width of the MLP, V vocabulary. `see` is called with every named value of the graph and returns the value
-that is used from there on; by default it returns the value itself.
+Shape letters: B batch, T new tokens, L total length read, C cache capacity, H query heads, K KV heads, D head_dim, E
+hidden size, F width of the MLP, V vocabulary. `see` is called with every named value of the graph and returns the
+value that is used from there on; by default it returns the value itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.rope import rotation_table
 from exporter.spec.unit import Unit
 
-# --- the components of a block -----------------------------------------------------------------------------------------
+# --- the components of a block ----------------------------------------------------------------------------------------
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def update_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> None:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """x [B, S, K, D] → [B, S, K · n_rep, D]: KV head g fills slots g·n_rep … (g+1)·n_rep − 1; n_rep 1 returns x itself."""
+    """x [B, S, K, D] → [B, S, K · n_rep, D]: KV head g fills slots g·n_rep to (g+1)·n_rep − 1; n_rep 1 returns x."""
     return x if n_rep == 1 else x.repeat_interleave(n_rep, dim=2)
 
 
@@ -156,7 +156,7 @@ class SwiGLU(nn.Module):
         return see("mlp.down_proj", self.down_proj(product))
 
 
-# --- the block ---------------------------------------------------------------------------------------------------------
+# --- the block --------------------------------------------------------------------------------------------------------
 
 
 class AttentionProjections(nn.Module):
@@ -219,7 +219,7 @@ class Block(nn.Module):
         return see("mlp.residual", h + delta)
 
 
-# --- the model around the blocks ---------------------------------------------------------------------------------------
+# --- the model around the blocks --------------------------------------------------------------------------------------
 
 
 def cache_rows(write_indices: Tensor, sequence_length: int) -> Tensor:
@@ -251,7 +251,7 @@ def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """The unit block, stack or model: blocks over an in-place cache, and for a model the embedding and head around them."""
+    """A block, stack or model: blocks over an in-place cache, and for a model the embedding and head around them."""
 
     rotation: Tensor
 
@@ -287,8 +287,8 @@ class Decoder(nn.Module):
             see: the observer.
 
         Returns:
-            Hidden states [B, T, E] with padded tokens zeroed; for a model float32 logits, [B, V] of each row's last real
-            token or, with logits "all", [B, T, V].
+            Hidden states [B, T, E] with padded tokens zeroed; for a model float32 logits, [B, V] of each row's last
+            real token or, with logits "all", [B, T, V].
         """
         rows = cache_rows(write_indices, position_ids.shape[1])
         real = see("attention_mask.real", real_tokens(attention_mask, rows))

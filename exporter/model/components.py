@@ -72,7 +72,7 @@ def component(config: ModelConfig, name: str) -> nn.Module:
 
 
 def eager_module(config: ModelConfig, unit: Unit, max_positions: int) -> nn.Module:
-    """Returns the eager module of a unit with unfilled weights; create it under `torch.device("meta")` to allocate none."""
+    """Returns the eager module of a unit; under `torch.device("meta")` it allocates no weights."""
     return component(config, unit.component) if unit.component is not None else Decoder(config, unit, max_positions)
 
 

@@ -1,7 +1,7 @@
 """The weights of a block as data, and the canonical name and shape of every weight of a unit.
 
-A new weight of a block takes one line in BLOCK_WEIGHTS, a parameter in the eager and the traced module, and its name in each
-checkpoint format. Reading, reordering, merging, storing and taking apart follow from BLOCK_WEIGHTS.
+A new weight of a block takes one line in BLOCK_WEIGHTS, a parameter in the eager and the traced module, and its name
+in each checkpoint format. Reading, reordering, merging, storing and taking apart follow from BLOCK_WEIGHTS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class BlockWeight:
         name: canonical name inside the block, such as `attention.q_proj.weight`.
         component: the component that reads it. The two norms are components under their own names.
         axes: names of its sizes, outputs first: "hidden", "queries", "keys" or "mlp".
-        rotated: whether RoPE turns its outputs. A checkpoint with half-split pairs then has its outputs in another order.
+        rotated: whether RoPE turns its outputs. A checkpoint with half-split pairs then has its outputs in another
+            order.
         merged_into: the projection that stores it side by side with others; None where it is stored by itself.
     """
 
@@ -53,7 +54,7 @@ class BlockWeight:
         return tuple(sizes[axis] for axis in self.axes)
 
 
-# In the order of a block's operations. Merged projections of one input are one product: one read of the input, fewer operators.
+# In the order of a block's operations. Merged projections are one product: one read of their input, fewer operators.
 BLOCK_WEIGHTS = (
     BlockWeight("attention_norm.weight", "attention_norm", ("hidden",)),
     BlockWeight("attention.q_proj.weight", "prepare_qkv", ("queries", "hidden"), True, "attention.qkv_proj"),
@@ -112,7 +113,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def renumbered(name: str, first_layer: int) -> str:
-    """The canonical name of a weight whose graph or module numbers its blocks from 0, where its first block is `first_layer`."""
+    """The canonical name of a weight of a graph or module that numbers its blocks from 0.
+
+    Args:
+        name: the name there.
+        first_layer: index, in the model, of block 0 of the graph or module.
+    """
     block, rest = split_name(name)
     number = block.removeprefix("blocks.")
     return f"blocks.{int(number) + first_layer}.{rest}" if number.isdecimal() else name
@@ -125,7 +131,7 @@ def is_rotated(name: str) -> bool:
 
 
 def block_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The weights of one block in the order of its operations: name inside the block → shape, [out, in] for projections."""
+    """The weights of one block in the order of its operations: name inside the block → shape."""
     return {weight.name: weight.shape(config) for weight in BLOCK_WEIGHTS}
 
 

@@ -12,7 +12,6 @@ from exporter.checkpoint.formats import Checkpoint
 from exporter.checkpoint.huggingface import HuggingFaceWeights, open_huggingface
 from exporter.checkpoint.meta import MetaWeights
 from exporter.graph.assemble import AssembledGraph
-from exporter.graph.stored_tensor import StoredTensor
 from exporter.graph.weight_reader import GraphWeights
 from exporter.graph.weight_writer import write_graph
 from exporter.model.weights import RandomWeights, load_eager
@@ -20,6 +19,7 @@ from exporter.spec import parameters
 from exporter.spec.dtypes import ONNX_TYPES
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import BLOCK_WEIGHTS, held_weights, is_rotated
+from exporter.spec.stored_tensor import StoredTensor
 from exporter.spec.tensors import IR_VERSION, OPSET
 from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, TINY

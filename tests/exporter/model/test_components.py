@@ -39,7 +39,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- prepare_qkv and merge_project -------------------------------------------------------------------------------------
+# --- prepare_qkv and merge_project ------------------------------------------------------------------------------------
 
 
 def test_the_8b_decode_shapes():
@@ -82,7 +82,7 @@ def test_projections_have_no_bias():
         assert all(name.endswith("_proj.weight") for name, _ in module.named_parameters())
 
 
-# --- repeat_kv ---------------------------------------------------------------------------------------------------------
+# --- repeat_kv --------------------------------------------------------------------------------------------------------
 
 
 def test_repeat_interleaves_heads_and_does_not_tile_them():
@@ -120,7 +120,7 @@ def test_the_component_repeats_by_the_config_s_ratio():
     assert torch.equal(component(geometry(), "repeat_kv")(x), repeat_kv(x, 4))
 
 
-# --- swiglu_mlp and rms_norm -------------------------------------------------------------------------------------------
+# --- swiglu_mlp and rms_norm ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gate", "up", "expected"), [(1.0, 2.0, 1.46212), (2.0, 1.0, 1.76159)])
@@ -177,7 +177,7 @@ def test_rms_norm_casts_back_before_it_weighs():
     assert not torch.equal(module(x), (normed * module.weight.float()).half())
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def test_zero_queries_average_the_visible_values():
@@ -270,7 +270,7 @@ def test_the_softmax_tells_apart_scores_that_are_equal_in_half_precision():
     assert out[0, 0, 0, 0].item() == pytest.approx(0.7311, abs=5e-4)
 
 
-# --- the cache ---------------------------------------------------------------------------------------------------------
+# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def test_update_cache_writes_each_row_s_own_rows_in_place_and_no_other():
@@ -291,7 +291,7 @@ def test_update_cache_never_writes_past_the_end():
     assert cache.abs().max() == 0
 
 
-# --- masks -------------------------------------------------------------------------------------------------------------
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 def masks(attention_mask: list[list[int]], write_indices: list[int], sequence_length: int) -> tuple[list, list, list]:

@@ -1,4 +1,4 @@
-"""One tensor of model.onnx.data: its name, dtype, shape, and the weights that it holds."""
+"""One tensor of model.onnx.data: its name, dtype and shape, and the weights that it holds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ class StoredTensor:
     """One tensor of model.onnx.data.
 
     Attributes:
-        name: the initializer's name in the graph.
-        weights: canonical names of the weights it holds, side by side where several are merged; its own name for a RoPE table.
-        dtype: dtype name it is stored in.
-        shape: as stored; transposed says that this is the weights' shape reversed.
-        transposed: the graph stores block projections [in, out]; a weight is [out, in].
+        name: name of the initializer in the graph.
+        weights: canonical names of the weights it holds, side by side where several are merged. A RoPE table has its
+            own name.
+        dtype: dtype name of the stored values.
+        shape: the stored shape.
+        transposed: whether the stored shape is [in, out], where a weight is [out, in].
         role: which tensor of a weight in integers it is, one of QUANTIZED_TENSORS; "" where it is the weight itself.
     """
 
