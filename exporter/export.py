@@ -1,4 +1,4 @@
-"""The export itself: assemble the graph, stream the weights, check, validate, and put the bundle in place only then."""
+"""The export: assembles the graph, streams the weights, checks and validates, and then puts the bundle in place."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class ExportRequest:
     """What to export.
 
     Attributes:
-        config: the whole model's geometry.
-        unit: the part of it that the graph covers.
-        weights: where its values come from.
+        config: the geometry of the whole model.
+        unit: the part of the model that the graph covers.
+        weights: the source of the values.
         dtype: "fp16", "fp32" or "bf16".
         max_positions: None for the default (8,192, or the context where that is shorter).
-        attention_dtype: None for the bundle's own, or "fp32" to run attention between casts.
-        end_token_ids, tokenizer_files: what a whole model's bundle takes along.
-        provenance: what report.json says of where all this came from.
-        n_parts: graphs that the unit is cut into, each of consecutive layers; 1 makes one graph.
-        weight_format: what matrices are stored in where that is not `dtype`.
+        attention_dtype: None for `dtype`, or "fp32" to run attention between casts.
+        end_token_ids, tokenizer_files: added to the bundle of a whole model.
+        provenance: entry of report.json about the origin of the weights.
+        n_parts: number of graphs that the unit is cut into, each with consecutive layers.
+        weight_format: the integer format of the matrices; None stores them in `dtype`.
     """
 
     config: ModelConfig
@@ -98,14 +98,14 @@ def export_bundle(
 
     Args:
         request: what to export.
-        target: the bundle's folder; an older bundle there is replaced, other people's files stay.
-        validated: run the eager definition against onnxruntime before the bundle is put in place.
+        target: the bundle's folder. An older bundle there is replaced, and other files stay.
+        validated: whether onnxruntime is compared with the eager definition before the bundle is put in place.
         progress: called with the bytes of weights just written.
         say: called with a line about each stage.
 
     Raises:
-        InputError: a bad dtype, number of positions or output folder.
-        CheckpointError: a weight is not finite, or not in the bundle's dtype.
+        InputError: a dtype, the number of positions or parts, or the output folder cannot be used.
+        CheckpointError: a weight is not finite, or not finite in the bundle's dtype.
         CheckFailed: the graph breaks its contract or disagrees with the eager definition; nothing is left behind.
     """
     started = time.perf_counter()
@@ -125,7 +125,8 @@ def export_bundle(
             report["validation"], comparisons = validate_bundle(bundle, request.weights, say=say)
             if not report["validation"]["passed"]:
                 raise CheckFailed(
-                    f"export {target}: the graph disagrees with the eager definition; nothing was written\n{failures(comparisons)}"
+                    f"export {target}: the graph disagrees with the eager definition; nothing was written\n"
+                    f"{failures(comparisons)}"
                 )
         (folder / REPORT_FILE).write_text(to_json(report), encoding="utf-8")
     log.info(
@@ -156,8 +157,8 @@ def _write_bundle(
             files[f"{prefix}{name}"] = file_entry(folder / prefix / name, written.checksums[name])
     if flushed:
         say(
-            f"note: {sum(flushed.values()):,} values of {len(flushed)} weights are too small for {spec.dtype} and became zero; "
-            "see report.json"
+            f"note: {sum(flushed.values()):,} values of {len(flushed)} weights are too small for {spec.dtype} "
+            "and became zero; see report.json"
         )
     files |= _write_companions(request, folder)
     manifest = Manifest(
@@ -192,7 +193,7 @@ def _write_graph(
 
 
 def _write_companions(request: ExportRequest, folder: Path) -> dict[str, dict]:
-    """Writes the files that a model takes along: its tokenizer, and the settings of onnxruntime-genai; returns their entries."""
+    """Writes the tokenizer of a model and the settings of onnxruntime-genai, and returns their manifest entries."""
     files = {}
     for path in request.tokenizer_files if request.unit.kind == "model" else ():
         shutil.copyfile(path, folder / path.name)

@@ -1,4 +1,4 @@
-"""What the tests share: a tiny geometry, bundles exported once, and the small real model."""
+"""Fixtures of all tests: a tiny geometry, bundles that are exported once, and a small real model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TINY = ModelConfig(
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory):
-    """Exports a unit of the tiny model once per set of arguments and returns the opened bundle."""
+    """Returns a function that exports a unit of the tiny model, once per set of arguments, and opens the bundle."""
     exported: dict[tuple, Bundle] = {}
 
     def export(
@@ -53,7 +53,7 @@ def tiny_bundle(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2_checkpoint() -> Path:
-    """The real model's checkpoint folder, fetched on first use."""
+    """The checkpoint folder of the real model, fetched at the first use."""
     from exporter.checkpoint.smollm2 import import_smollm2
 
     return import_smollm2(ROOT / "build" / "checkpoints" / "smollm2-135m")
@@ -69,10 +69,9 @@ def smollm2_bundle(smollm2_checkpoint, tmp_path_factory):
     def export(dtype: str) -> Bundle:
         if dtype not in exported:
             opened = open_huggingface(smollm2_checkpoint)
-            request = ExportRequest(
-                opened.config, Unit.parse("model", opened.config), opened.weights, dtype,
-                end_token_ids=opened.end_token_ids, tokenizer_files=opened.tokenizer_files,
-            )  # fmt: skip
+            unit = Unit.parse("model", opened.config)
+            model = {"end_token_ids": opened.end_token_ids, "tokenizer_files": opened.tokenizer_files}
+            request = ExportRequest(opened.config, unit, opened.weights, dtype, **model)
             exported[dtype] = export_bundle(request, tmp_path_factory.mktemp("smollm2") / dtype)
         return exported[dtype]
 

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.contenders.interface import Base
 from exporter.checkpoint.formats import open_checkpoint
+from exporter.model.block import prepare_qkv
 from exporter.spec.feeds import step_feeds
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
@@ -60,5 +61,7 @@ class Contender(Base[State]):
         block = module.blocks[0]
         with torch.inference_mode():
             x = block.attention_norm(module.embedding(torch.from_numpy(tokens[None])))
-            _, keys, values = block.prepare_qkv(x, module.rotation[None, : len(tokens)])
+            projections = block.attention
+            R = module.rotation[None, : len(tokens)]
+            _, keys, values = prepare_qkv(x, R, projections.q_proj, projections.k_proj, projections.v_proj)
         return [keys[0].contiguous().numpy(), values[0].contiguous().numpy()]

@@ -19,7 +19,7 @@ from exporter.bundle.manifest import DATA_FILE, Manifest
 from exporter.common.wire import BYTES, FIXED32, VARINT, Field, fields, int64s, signed, text
 from exporter.spec.dtypes import DTYPES, ONNX_NAMES, ONNX_TYPES, stored_bytes
 from exporter.spec.tensors import OPSET, TensorSpec
-from exporter.spec.weight_formats import QUANTIZED_PARTS, WEIGHT_FORMATS
+from exporter.spec.weight_formats import QUANTIZED_TENSORS, WEIGHT_FORMATS
 
 # Every operator that an export consists of. None of them runs code, holds a graph, or reads anything but its inputs.
 OPERATORS = {
@@ -147,7 +147,7 @@ class _Form:
                 f"{min(read_elsewhere)[:80]} is read by another node than the DequantizeLinear that it belongs to"
             )
         for name in tensors.keys() - own:
-            if ONNX_NAMES[tensors[name].kind] in WEIGHT_FORMATS or name.rpartition(".")[2] in QUANTIZED_PARTS:
+            if ONNX_NAMES[tensors[name].kind] in WEIGHT_FORMATS or name.rpartition(".")[2] in QUANTIZED_TENSORS:
                 raise ValueError(f"{name[:80]} is part of a weight in integers, and no DequantizeLinear reads it")
 
     def _parts(self, node: _Node, tensors: dict[str, _Tensor]) -> list[str]:

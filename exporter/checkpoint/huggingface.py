@@ -20,7 +20,7 @@ from exporter.checkpoint.checkpoint_folder import (
 from exporter.checkpoint.stored_names import HUGGINGFACE_DERIVED, huggingface_name
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
-from exporter.spec.parameters import weight_shapes
+from exporter.spec.parameters import is_rotated, weight_shapes
 from exporter.spec.unit import Unit
 
 _FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -197,13 +197,14 @@ class HuggingFaceWeights:
         The file is mapped for this one read, because mapped pages count as memory of this process.
         """
         stored = huggingface_name(name)
-        permuted = name.endswith(("q_proj.weight", "k_proj.weight"))
+        permuted = is_rotated(name)
         with safe_open(self._files[stored], framework="pt") as file:
             whole = file.get_slice(stored)
-            if len(whole.get_shape()) == 1:
-                return whole[columns]
-            tensor = whole[slice(None) if permuted else rows, columns]
-        return adjacent_pairs(tensor, self._config.head_dim)[rows] if permuted else tensor
+            is_vector = len(whole.get_shape()) == 1
+            outputs = columns if is_vector else rows  # the axis whose order RoPE decides
+            run = slice(None) if permuted else outputs
+            tensor = whole[run] if is_vector else whole[run, columns]
+        return adjacent_pairs(tensor, self._config.head_dim)[outputs] if permuted else tensor
 
     def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> None:
         by_file: dict[Path, list[str]] = {}
@@ -232,10 +233,10 @@ class HuggingFaceWeights:
 
 
 def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorders the rows of q or k from half-split RoPE pairs (i, i + D/2) to adjacent pairs (2i, 2i + 1).
+    """Reorders the outputs of q or k from half-split RoPE pairs (i, i + D/2) to adjacent pairs (2i, 2i + 1).
 
     Args:
-        weight: any dtype [heads · D, …].
+        weight: any dtype [heads · D, …], a matrix or a vector.
         head_dim: D.
     """
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)

@@ -279,7 +279,7 @@ class MetaWeights:
         pieces = [_open_shard(path)[stored] for path in self._paths]
         axis = self._axes[stored]
         if pieces[0].dim() == 1:
-            return pieces[0][columns].clone()
+            return (pieces[0][columns] if axis is None else _run(pieces, axis, columns)).clone()
         wanted = (rows, columns)
         if axis is None:
             return pieces[0][wanted].clone()

@@ -1,6 +1,6 @@
-"""Joins traced fragments into the whole graph of a unit: prologue, one block traced and cloned a layer, epilogue.
+"""Joins traced fragments into the graph of a unit: prologue, one block that is cloned for each layer, epilogue.
 
-Tracing costs the same for one block as for eighty; a test proves the result equal to a graph traced in one piece.
+Tracing costs the same for one block as for eighty. A test proves that the result equals a graph traced in one piece.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 
 from exporter import __version__
+from exporter.graph.cache_forms import CACHE_FORMS
 from exporter.graph.fragments import Fragment, trace_fragments
 from exporter.graph.pieces import (
     block_piece,
@@ -20,22 +21,33 @@ from exporter.graph.pieces import (
     prologue_piece,
     zero_pads_piece,
 )
-from exporter.graph.stored_tensor import StoredTensor
 from exporter.spec.dtypes import ONNX_NAMES, ONNX_TYPES
 from exporter.spec.graph_spec import GraphSpec
-from exporter.spec.parameters import MERGED_WEIGHTS, ROPE_TABLES
+from exporter.spec.parameters import ROPE_TABLES, held_weights, name_in_block
+from exporter.spec.stored_tensor import StoredTensor
 from exporter.spec.tensors import IR_VERSION, OPSET, Contract
 from exporter.spec.unit import Bounds
 from exporter.spec.weight_formats import WeightFormat, is_quantized
 
-Stored = tuple[
-    str, tuple[str, ...], bool
-]  # the graph's name, canonical names of the weights (several where merged), whether transposed
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """What the graph stores for one parameter of a fragment.
+
+    Attributes:
+        name: name of the tensor in the graph.
+        weights: canonical names of the weights it holds, several where they are merged.
+        transposed: whether the graph has it [in, out], where a weight is [out, in].
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    transposed: bool = False
 
 
 @dataclass
 class AssembledGraph:
-    """A whole graph whose initializers hold no data yet, and the list of what they must hold, in file order.
+    """A graph whose initializers hold no data yet, and the list of the data they need, in file order.
 
     Attributes:
         spec: the identity of the graph; of the whole unit, where the graph is one part of it.
@@ -69,7 +81,7 @@ class _Assembly:
     outputs: dict[str, ir.Value] = field(default_factory=dict)  # graph outputs by name
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     initializers: dict[str, ir.Value] = field(default_factory=dict)
-    dequantized: dict[str, ir.Value] = field(default_factory=dict)  # weights that a node makes of their parts, by name
+    dequantized: dict[str, ir.Value] = field(default_factory=dict)  # weights that a node makes of integers, by name
 
     def __post_init__(self) -> None:
         for spec in self.contract.inputs:
@@ -79,71 +91,73 @@ class _Assembly:
 
     def component(self) -> None:
         unit = self.spec.unit
+        assert unit.component is not None, "the unit is a component"
         (fragment,) = trace_fragments([component_piece(self.spec)])
-        weights = {
-            name: _block_weight(_name_in_block(f"{unit.component}.{name}"), 0, unit.first_layer)
-            for name in fragment.parameters
-        }
+        names = {parameter: name_in_block(unit.component, parameter) for parameter in fragment.parameters}
+        weights = {parameter: self._block_weight(name, 0) for parameter, name in names.items()}
         results = self.add(fragment, [self.values[spec.name] for spec in self.contract.inputs], "blocks.0.", weights)
         self.outputs = dict(zip((spec.name for spec in self.contract.outputs), results, strict=True))
 
     def decoder(self, part: Bounds) -> None:
-        """Adds a block, stack or model, or some of its layers: prologue, embedding where there is one, blocks, epilogue."""
-        step, spec, unit = self.values, self.spec, self.spec.unit
-        growing = unit.cache == "growing"
+        """Adds a block, stack or model, or some of its layers: prologue, embedding of a model, blocks, epilogue."""
+        spec, unit, cache = self.spec, self.spec.unit, CACHE_FORMS[self.spec.unit.cache]
         embeds = unit.kind == "model" and part[0] == 0
         ends = unit.kind == "model" and part[1] == unit.n_layers
         pieces = [prologue_piece(spec), block_piece(spec), head_piece(spec) if ends else zero_pads_piece(spec)]
         if embeds:
             pieces.append(embedding_piece(spec))
         prologue, block, epilogue, *embedding = trace_fragments(pieces)
-        shared, real = self._prologue(prologue, growing)
+
+        tables = {name: StoredWeight(name, (name,)) for name in ROPE_TABLES}
+        results = self.add(prologue, [self.values[name] for name in cache.step_inputs], "", tables)
+        step = self.values | dict(zip(cache.step_values, results, strict=True))
+        shared = [step[name] for name in ("cos", "sin", "visible", *cache.block_inputs)]
+
         hidden = step["input_ids" if embeds else "hidden_states"]
         for fragment in embedding:
-            (hidden,) = self.add(fragment, [hidden], "", {"weight": ("embedding.weight", ("embedding.weight",), False)})
+            weight = StoredWeight("embedding.weight", ("embedding.weight",))
+            (hidden,) = self.add(fragment, [hidden], "", {"weight": weight})
         for layer in range(*part):
-            cache = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
-            weights = {name: _block_weight(_name_in_block(name), layer, unit.first_layer) for name in block.parameters}
-            hidden, key, value = self.add(block, [hidden, *shared, *cache], f"blocks.{layer}.", weights)
+            past = [step[f"past_key_values.{layer}.{kind}"] for kind in ("key", "value")]
+            weights = {name: self._block_weight(name, layer) for name in block.parameters}
+            hidden, key, value = self.add(block, [hidden, *shared, *past], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
         if ends:
             self._head(epilogue, hidden)
         else:
-            assert real is not None, "only a whole model's cache grows"
-            (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, real], "", {})
+            (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, step["real"]], "", {})
 
-    def _prologue(self, prologue: Fragment, growing: bool) -> tuple[list[ir.Value], ir.Value | None]:
-        """What every block reads beside its hidden states and cache, and which tokens are real where the epilogue asks for it."""
-        tables: dict[str, Stored] = dict(
-            zip(("rope_cos", "rope_sin"), ((name, (name,), False) for name in ROPE_TABLES), strict=True)
-        )
-        names = ("position_ids", "attention_mask") if growing else ("position_ids", "write_indices", "attention_mask")
-        results = self.add(prologue, [self.values[name] for name in names], "", tables)
-        if growing:
-            return results, None
-        *shared, real = results
-        return [*shared, self.values["write_indices"]], real
+    def _block_weight(self, name: str, layer: int) -> StoredWeight:
+        """Returns what is stored under a name inside a block; the graph numbers its layers from 0."""
+        held = held_weights(name)
+        assert held, f"{name} is not in the table of a block's weights"
+        block = f"blocks.{layer + self.spec.unit.first_layer}"
+        weights = tuple(f"{block}.{weight.name}" for weight in held)
+        return StoredWeight(f"blocks.{layer}.{name}", weights, transposed=len(held[0].axes) == 2)
 
     def _head(self, head: Fragment, hidden: ir.Value) -> None:
         matrix = "embedding.weight" if self.spec.config.tie_word_embeddings else "lm_head.weight"
-        weights: dict[str, Stored] = {
-            "weight": (matrix, (matrix,), False),
-            "norm.weight": ("norm.weight", ("norm.weight",), False),
-        }
-        if (
-            self.spec.weight_format is not None
-        ):  # integers of its own, [in, out], also where the values are the embedding's
-            weights["weight"] = ("lm_head.weight", (matrix,), True)
+        weight = StoredWeight(matrix, (matrix,))
+        if self.spec.weight_format is not None:  # its integers are its own, also where it is tied to the embedding
+            weight = StoredWeight("lm_head.weight", (matrix,), transposed=True)
+        weights = {"weight": weight, "norm.weight": StoredWeight("norm.weight", ("norm.weight",))}
         names = ("write_indices", "attention_mask") if self.spec.unit.logits == "last" else ()
         (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
 
     def add(
-        self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, Stored]
+        self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, StoredWeight]
     ) -> list[ir.Value]:
-        """Clones a fragment's nodes onto `arguments`; returns its outputs. `weights` says of each parameter what is stored for it."""
+        """Clones the nodes of a fragment and returns its outputs.
+
+        Args:
+            fragment: the fragment.
+            arguments: values that take the place of its inputs.
+            prefix: prefix of the names of its nodes and values.
+            weights: parameter name → what the graph stores for it.
+        """
         mapping: dict[ir.Value | None, ir.Value] = dict(zip(fragment.graph.inputs, arguments, strict=True))
         for name, parameter in fragment.parameters.items():
-            mapping[parameter] = self._weight(parameter, *weights[name])
+            mapping[parameter] = self._weight(parameter, weights[name])
         for constant in fragment.constants:
             mapping[constant] = self._constant(constant)
         for node in fragment.graph:
@@ -156,34 +170,29 @@ class _Assembly:
             self.nodes.append(clone)
         return [mapping[value] for value in fragment.graph.outputs]
 
-    def _weight(self, parameter: ir.Value, name: str, weights: tuple[str, ...], transposed: bool) -> ir.Value:
-        assert parameter.shape is not None, "weights have shapes"
+    def _weight(self, parameter: ir.Value, weight: StoredWeight) -> ir.Value:
+        assert parameter.shape is not None and parameter.dtype is not None, "weights have shapes and dtypes"
         shape = tuple(parameter.shape.numpy())
         weight_format = self.spec.weight_format
-        if weight_format is not None and is_quantized(name):
-            return self._dequantized(name, weights, shape, weight_format.of(name))
-        assert parameter.dtype is not None, "weights have dtypes"
+        if weight_format is not None and is_quantized(weight.name):
+            return self._dequantized(weight, shape, weight_format.of(weight.name))
         dtype = ONNX_NAMES[parameter.dtype]
-        return self._initializer(StoredTensor(name, weights, dtype, shape, transposed))
+        return self._initializer(StoredTensor(weight.name, weight.weights, dtype, shape, weight.transposed))
 
-    def _dequantized(
-        self, name: str, weights: tuple[str, ...], shape: tuple[int, ...], weight_format: WeightFormat
-    ) -> ir.Value:
-        """The weight as a DequantizeLinear makes it of its integers: onnxruntime and TensorRT both read them packed."""
+    def _dequantized(self, weight: StoredWeight, shape: tuple[int, ...], weight_format: WeightFormat) -> ir.Value:
+        """Returns the weight as DequantizeLinear makes it from integers; onnxruntime and TensorRT read them packed."""
+        name, dtype = weight.name, self.spec.dtype
         if name not in self.dequantized:
-            tensors = weight_format.tensors((shape[0], shape[1]), self.spec.dtype)
+            tensors = weight_format.tensors((shape[0], shape[1]), dtype)
             inputs = [
-                self._initializer(StoredTensor(f"{name}.{part}", weights, *tensor, True, part))
-                for part, tensor in tensors.items()
+                self._initializer(StoredTensor(f"{name}.{role}", weight.weights, *tensor, True, role))
+                for role, tensor in tensors.items()
             ]
             blocks = {"axis": 0, "block_size": weight_format.block_size}
             node = ir.node("DequantizeLinear", inputs, blocks, name=name)
             result = node.outputs[0]
-            result.name, result.shape, result.type = (
-                name,
-                ir.Shape(shape),
-                ir.TensorType(ir.DataType(ONNX_TYPES[self.spec.dtype])),
-            )
+            result.name, result.shape = name, ir.Shape(shape)
+            result.type = ir.TensorType(ir.DataType(ONNX_TYPES[dtype]))
             self.nodes.append(node)
             self.dequantized[name] = result
         return self.dequantized[name]
@@ -196,7 +205,7 @@ class _Assembly:
         return self.initializers[stored.name]
 
     def _constant(self, constant: ir.Value) -> ir.Value:
-        """One initializer for equal constants of all fragments, named by what it holds."""
+        """Returns one initializer for equal constants of all fragments, named by its content."""
         tensor = constant.const_value
         assert tensor is not None, "it is a constant"
         array = tensor.numpy()
@@ -210,7 +219,7 @@ class _Assembly:
         return self.initializers[name]
 
     def finish(self) -> AssembledGraph:
-        """Names the outputs as the contract has them and closes the graph; nothing can be added afterwards."""
+        """Names the outputs as in the contract and closes the graph; nothing can be added afterwards."""
         ordered = []
         for spec in self.contract.outputs:
             value = self.outputs[spec.name]
@@ -228,24 +237,3 @@ class _Assembly:
         model = ir.Model(graph, ir_version=IR_VERSION, producer_name="blockline", producer_version=__version__)
         CommonSubexpressionEliminationPass()(model)  # prologue and head read the same sizes
         return AssembledGraph(self.spec, model, list(self.stored.values()), self.contract)
-
-
-def _name_in_block(parameter: str) -> str:
-    """The contract's name of a traced block's or component's parameter: `attention.qkv_proj.weight` for prepare_qkv.qkv_proj.weight."""
-    module, _, rest = parameter.partition(".")
-    owners = {
-        "rms_norm": "attention_norm",
-        "prepare_qkv": "attention",
-        "merge_project": "attention",
-        "swiglu_mlp": "mlp",
-    }
-    return f"{owners.get(module, module)}.{rest}"
-
-
-def _block_weight(name: str, layer: int, first_layer: int) -> Stored:
-    """What is stored for a weight of that name in a block, as the graph numbers its layers."""
-    projection = name.removesuffix(".weight")
-    weights = tuple(
-        f"blocks.{layer + first_layer}.{part}.weight" for part in MERGED_WEIGHTS.get(projection, (projection,))
-    )
-    return f"blocks.{layer}.{name}", weights, projection.endswith("_proj")

@@ -1,4 +1,4 @@
-"""Checks a finished graph file against the contract: what it promises to callers, and what both engines need inside it."""
+"""Checks a finished graph file against its contract: inputs and outputs, and the operators that both engines need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_graph(path: Path, contract: Contract) -> None:
     """Checks names, dtypes, axes, opset, operators, the cache's path and the attention mask of a graph file.
 
     Raises:
-        CheckFailed: lists everything that is wrong, once.
+        CheckFailed: the message lists every problem once.
     """
     problems = graph_problems(path, contract)
     if problems:
@@ -27,9 +27,12 @@ def check_graph(path: Path, contract: Contract) -> None:
 
 
 def graph_problems(path: Path, contract: Contract, trusted: bool = True) -> list[str]:
-    """Everything in which a graph file differs from its contract; what cannot be read at all is one problem.
+    """Returns every difference between a graph file and its contract. A file that cannot be read is one problem.
 
-    A graph that is not of the form of an export is not `trusted`: onnx's own checker does not get to see it.
+    Args:
+        path: the graph file.
+        contract: the contract of the graph.
+        trusted: whether the graph has the form of an export; onnx's own checker sees no other graph.
     """
     try:
         model = onnx.load(path, load_external_data=False)
@@ -56,7 +59,7 @@ def _validity_problems(path: Path) -> list[str]:
 
 
 def _data_problems(data: Path, graph: GraphProto) -> list[str]:
-    """Weights must lie in the one data file beside the graph, each inside of it and of the size that its shape asks for."""
+    """Weights must be in the data file beside the graph, each within its bounds and as large as its shape."""
     size, problems = data.stat().st_size if data.is_file() else 0, []
     for tensor in graph.initializer:
         where = {entry.key: entry.value for entry in tensor.external_data}
@@ -65,7 +68,7 @@ def _data_problems(data: Path, graph: GraphProto) -> list[str]:
         places = [where.get(key, "0") for key in ("offset", "length")]
         if not all(place.isascii() and place.isdigit() for place in places) or tensor.data_type not in ONNX_NAMES:
             problems.append(
-                f"{tensor.name}: type {tensor.data_type} at {places}, expected one of an export's at a number of bytes"
+                f"{tensor.name}: type {tensor.data_type} at {places}, expected a type of an export at a number of bytes"
             )
             continue
         offset, length = map(int, places)
@@ -73,9 +76,8 @@ def _data_problems(data: Path, graph: GraphProto) -> list[str]:
         if where.get("location") != data.name:
             problems.append(f"{tensor.name}: its data is in {where.get('location')!r}, expected {data.name}")
         elif length != expected or offset + length > size:
-            problems.append(
-                f"{tensor.name}: bytes {offset:,} to {offset + length:,} of {data.name}, expected {expected:,} of its {size:,}"
-            )
+            got = f"bytes {offset:,} to {offset + length:,} of {data.name}"
+            problems.append(f"{tensor.name}: {got}, expected {expected:,} of its {size:,}")
     return problems
 
 
@@ -113,14 +115,13 @@ def _node_problems(graph: GraphProto, contract: Contract) -> list[str]:
             problems += _attention_problems(node, producer, contract)
     scattered = {(node.input[0], node.output[0]) for node in graph.node if node.op_type == "TensorScatter"}
     if scattered != set(contract.cache_pairs):
-        problems.append(
-            f"cache updates: got {sorted(scattered)}, expected one TensorScatter for each of {list(contract.cache_pairs)}"
-        )
+        expected = f"one TensorScatter for each of {list(contract.cache_pairs)}"
+        problems.append(f"cache updates: got {sorted(scattered)}, expected {expected}")
     return problems
 
 
 def _attention_problems(node: NodeProto, producer: dict[str, NodeProto], contract: Contract) -> list[str]:
-    """TensorRT's parser drops or refuses every form but this one: explicit mask, no past, one output."""
+    """TensorRT's parser drops or refuses every form except one: explicit mask, no past, one output."""
     problems = []
     if len(node.input) != 4 or not all(node.input):
         problems.append(

@@ -1,4 +1,4 @@
-"""`model.c<capacity>.onnx`: a bundle's graph with its cache capacity fixed, which engines are built from and other tools read."""
+"""`model.c<capacity>.onnx`: the graph of a bundle with a fixed cache capacity, for engines and other tools."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from exporter.spec.tensors import CAPACITY
 
 
 def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
-    """Makes `cache_capacity` the given number wherever an input or output names it; TensorRT's cache update needs it static.
+    """Makes `cache_capacity` a number in every input and output; TensorRT's cache update needs it static.
 
-    Inferred shapes inside the graph are dropped: they would still carry the symbol.
+    Inferred shapes inside the graph are dropped, because they would still have the symbol.
     """
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
@@ -23,7 +23,13 @@ def fix_capacity(model: onnx.ModelProto, capacity: int) -> None:
 
 
 def fixed_graph_problem(path: Path, source: Path, capacity: int) -> str | None:
-    """What is wrong with a file that should be the graph at `source` with its capacity fixed; the source can be read."""
+    """Returns the problem of a file that should be the graph at `source` with a fixed capacity, or None.
+
+    Args:
+        path: the file.
+        source: the graph, which can be read.
+        capacity: the cache capacity.
+    """
     if not path.is_file():
         return "it is missing; build again"
     expected = onnx.load(source, load_external_data=False)

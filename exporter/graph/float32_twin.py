@@ -1,7 +1,7 @@
 """The float32 twin of a bf16 graph: the same nodes with every bf16 value widened to float32.
 
-onnxruntime's CPU provider has no bf16 kernels, so this is how a bf16 graph is validated there: its weights are rounded to
-bf16, as they are in the bundle, and then computed with in float32.
+onnxruntime's CPU provider has no bf16 kernels, so a bf16 graph is validated there as its twin: weights are rounded to
+bf16, as in the bundle, and the arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BFLOAT16 = DTYPES["bf16"].numpy
 
 
 def float32_twin(bundle_folder: Path, scratch: Path) -> Path:
-    """The path of the twin of a bundle's graph, written into a folder of its own in `scratch` where it is not there yet."""
+    """Returns the path of a graph's twin, and writes it into its own folder in `scratch` the first time."""
     folder = scratch / f"{bundle_folder.name}.twin"
     if folder.is_dir():
         return folder / GRAPH_FILE
@@ -31,7 +31,7 @@ def float32_twin(bundle_folder: Path, scratch: Path) -> Path:
 
 
 def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path:
-    """Writes the twin of a model, or of a part of one, whose data lies in `data_folder`; the model is changed."""
+    """Writes the twin of a model, or of a part of it, whose data is in `data_folder`; the model is changed."""
     data = map_data(data_folder)
     with open(folder / DATA_FILE, "wb") as file:
         for tensor in model.graph.initializer:
@@ -52,7 +52,7 @@ def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path
 
 
 def _round_dequantized(graph: onnx.GraphProto) -> None:
-    """Weights made of integers are rounded to bf16, as the graph has them, before they are widened."""
+    """Rounds weights that are made of integers to bf16, as in the graph, before they are widened."""
     nodes = []
     for node in graph.node:
         nodes.append(node)

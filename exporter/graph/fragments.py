@@ -1,4 +1,4 @@
-"""Traces fragments of the decoder with torch.onnx.export, without allocating a weight, into clean named graphs."""
+"""Traces fragments of the decoder with torch.onnx.export into clean named graphs, without allocating a weight."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from exporter.graph.fused_decoder import MARKER_DOMAIN
 from exporter.model.weights import TORCH_DTYPES
 from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL, TensorSpec
 
-# Distinct example sizes, so that no two axes can merge; none is 0 or 1, which torch.export would freeze.
+# Example sizes differ, so that no two axes can merge. None is 0 or 1, because torch.export would freeze them.
 EXAMPLE_SIZES = {BATCH: 2, SEQUENCE: 3, PAST: 4, TOTAL: 7, CAPACITY: 11}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A module to be traced. Equal pieces are traced once a process: bundles of slices and parts share them.
+    """A module to be traced. Equal pieces are traced once per process: bundles of slices and parts share them.
 
     Attributes:
-        module: makes the module of `arguments`; called with fake tensors, so no weight is allocated.
-        dtype: the parameters' dtype name.
+        module: makes the module from `arguments`. It is called with fake tensors, so no weight is allocated.
+        dtype: dtype name of the parameters.
         inputs: the module's arguments in order, with their symbolic axes.
         outputs: names for its results in order.
     """
@@ -47,8 +47,8 @@ class Fragment:
     """A traced piece of a graph.
 
     Attributes:
-        graph: nodes in topological order; values carry their names, markers and dead nodes are gone.
-        parameters: initializers that stand for weights, by the module's parameter name; they hold no data.
+        graph: nodes in topological order. Values have their names; markers and dead nodes are removed.
+        parameters: parameter name in the module → the initializer for it, which holds no data.
         constants: small initializers that hold their data.
     """
 
@@ -61,7 +61,7 @@ _traced: dict[Piece, Fragment] = {}
 
 
 def trace_fragments(pieces: Sequence[Piece]) -> list[Fragment]:
-    """The fragments of `pieces`, in order. Those not seen before are traced together: each call of the exporter has a fixed cost."""
+    """Returns the fragments of `pieces`, in order; new pieces share one call of the exporter."""
     missing = [piece for piece in dict.fromkeys(pieces) if piece not in _traced]
     if missing:
         _traced.update(zip(missing, _trace(missing), strict=True))
@@ -87,7 +87,7 @@ def _trace(pieces: Sequence[Piece]) -> list[Fragment]:
 
 
 class _SideBySide(nn.Module):
-    """Several modules as one, each on its own arguments; the results of all, in order."""
+    """Several modules as one. Each has its own arguments, and the results of all come in order."""
 
     def __init__(self, modules: nn.ModuleList, counts: list[int]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _SideBySide(nn.Module):
 
 @contextlib.contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Hides what torch.export says of its own internals and of torchvision; the graph check judges the result."""
+    """Hides the messages of torch.export about its internals and torchvision; the graph check judges the result."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -118,7 +118,7 @@ def _quiet_exporter() -> Iterator[None]:
 
 
 def _build(piece: Piece) -> nn.Module:
-    """Makes a module whose parameters are created in the piece's dtype; fake parameters cannot be converted afterwards."""
+    """Makes a module with parameters in the dtype of the piece; fake parameters cannot be converted afterwards."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(TORCH_DTYPES[piece.dtype])
     try:
@@ -128,13 +128,13 @@ def _build(piece: Piece) -> nn.Module:
 
 
 def _example(spec: TensorSpec, index: int) -> Tensor:
-    """An argument of the piece with that index, its sizes unlike those of all others, so that no two axes can merge."""
+    """Makes an argument of a piece. Its sizes differ from those of all other pieces, so that no two axes can merge."""
     sizes = {axis: size + index * (max(EXAMPLE_SIZES.values()) + 1) for axis, size in EXAMPLE_SIZES.items()}
     return torch.empty(spec.shape(sizes), dtype=TORCH_DTYPES.get(spec.dtype) or getattr(torch, spec.dtype))
 
 
 def _dynamic_shapes(pieces: Sequence[Piece]) -> tuple:
-    """Symbols of their own for each piece: where two shared one, a size could be read from another piece's argument."""
+    """Makes separate symbols for each piece: a size then never comes from an argument of another piece."""
     shapes: list[dict[int, torch.export.Dim] | None] = []
     for index, piece in enumerate(pieces):
         dims = {axis: torch.export.Dim(axis + _suffix(index)) for axis in EXAMPLE_SIZES}
@@ -150,12 +150,12 @@ def _suffix(index: int) -> str:
 
 
 def _split(model: ir.Model, pieces: Sequence[Piece], parameters: list[list[str]]) -> list[Fragment]:
-    """Optimizes the joint graph, then cuts it into one fragment a piece; pieces have no value in common but constants."""
+    """Optimizes the joint graph, then cuts it into one fragment a piece. Pieces share only constants."""
     joint = model.graph
     prefixed = [[f"pieces.{i}.{name}" for name in names] for i, names in enumerate(parameters)]
     weights = {name: joint.initializers.pop(name) for names in prefixed for name in names if name in joint.initializers}
     for value in weights.values():
-        value.const_value = None  # a fake tensor: as a plain input, nothing reads or folds it
+        value.const_value = None  # it is a fake tensor; nothing reads or folds a plain input
     joint.inputs.extend(weights.values())
     optimizer.optimize_ir(model, num_iterations=2, onnx_shape_inference=False)
     nodes, inputs, outputs = list(joint), iter(list(joint.inputs)), iter(list(joint.outputs))
@@ -177,14 +177,14 @@ def _split(model: ir.Model, pieces: Sequence[Piece], parameters: list[list[str]]
 
 
 def _own_symbol(dim: int | ir.SymbolicDim, index: int) -> int | str | None:
-    """A dimension in the contract's symbols; the factors of a product in one order, which depends on the other pieces in torch."""
+    """Returns a dimension in the contract's symbols; factors are sorted: torch's order depends on other pieces."""
     if isinstance(dim, int) or dim.value is None:
         return dim if isinstance(dim, int) else None
     return "*".join(sorted(dim.value.replace(_suffix(index), "").split("*")))
 
 
 def _leading_to(outputs: list[ir.Value], nodes: list[ir.Node]) -> list[ir.Node]:
-    """The nodes that `outputs` are computed by, in order."""
+    """Returns the nodes that compute `outputs`, in order."""
     wanted: set[ir.Value | None] = set(outputs)
     chosen = []
     for node in reversed(nodes):
@@ -206,7 +206,7 @@ def _clean(
     named = _apply_markers(graph) | {value.name for value in graph.outputs}
     _name_nodes(graph, named)
     for node in graph:
-        node.metadata_props.clear()  # torch leaves stack traces and the exporting machine's paths here
+        node.metadata_props.clear()  # torch writes stack traces and paths of the exporting machine here
         node.doc_string = None
         constants |= {value: None for value in node.inputs if value is not None and value.const_value is not None}
     return Fragment(graph, weights, list(constants))
@@ -220,7 +220,7 @@ def _constant_tensor(node: ir.Node) -> ir.TensorProtocol:
 
 
 def _apply_markers(graph: ir.Graph) -> set[str | None]:
-    """Moves each marker's name onto the value it marks, and takes the marker out; returns the names."""
+    """Moves the name of each marker to the value it marks, removes the marker, and returns the names."""
     names: set[str | None] = set()
     for node in list(graph):
         if node.domain != MARKER_DOMAIN:
@@ -237,16 +237,17 @@ def _apply_markers(graph: ir.Graph) -> set[str | None]:
 
 
 def _name_nodes(graph: ir.Graph, named: set[str | None]) -> None:
-    """A node that makes a named value takes that name; one on the way to it is NAME/OpType. Values follow their nodes.
+    """Names nodes. A node that computes a named value has that name, and a node before it is NAME/OpType.
 
-    One that takes a named value apart is NAME/OpType too, after what it takes; its parts have names of their own.
+    A node with several outputs is NAME/OpType after the value it splits; its outputs have their own names. The value
+    of a node with one output has the name of the node.
     """
     taken: Counter[str] = Counter()
     for node in reversed(list(graph)):
         value = node.outputs[0]
         if len(node.outputs) > 1:
             whole = node.inputs[0]
-            assert whole is not None and {whole.name, *(part.name for part in node.outputs)} <= named, (
+            assert whole is not None and {whole.name, *(output.name for output in node.outputs)} <= named, (
                 f"{node.op_type} of values without names"
             )
             name = f"{whole.name}/{node.op_type}"

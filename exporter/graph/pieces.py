@@ -5,60 +5,66 @@ A piece takes from the spec only what its module needs, so that slices, parts an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from exporter.graph import fused_decoder as traced
+from exporter.graph.cache_forms import CACHE_FORMS
 from exporter.graph.fragments import Piece
+from exporter.graph.traced_components import traced_component
 from exporter.spec.graph_spec import GraphSpec
-from exporter.spec.tensors import BATCH, CAPACITY, PAST, SEQUENCE, TOTAL, TensorSpec
+from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, TensorSpec
 
 
 def component_piece(spec: GraphSpec) -> Piece:
     arguments = (spec.config, spec.unit.component, spec.float32_attention)
     outputs = tuple(output.name for output in spec.contract.outputs)
-    return Piece(traced.traced_component, arguments, spec.dtype, spec.contract.inputs, outputs)
+    return Piece(traced_component, arguments, spec.dtype, spec.contract.inputs, outputs)
 
 
 def prologue_piece(spec: GraphSpec) -> Piece:
-    positions, mask = _spec("position_ids", "int64", BATCH, SEQUENCE), _spec("attention_mask", "int64", BATCH, TOTAL)
-    arguments = (spec.config, spec.max_positions)
-    if spec.unit.cache == "growing":
-        return Piece(traced.GrowingPrologue, arguments, "fp32", (positions, mask), ("cos", "sin", "visible"))
-    inputs = (positions, _spec("write_indices", "int64", BATCH), mask)
-    return Piece(traced.Prologue, arguments, "fp32", inputs, ("cos", "sin", "visible", "total", "real"))
+    cache = CACHE_FORMS[spec.unit.cache]
+    arguments = (spec.config, spec.max_positions, cache)
+    return Piece(traced.Prologue, arguments, "fp32", _inputs(spec, cache.step_inputs), cache.step_values)
 
 
 def embedding_piece(spec: GraphSpec) -> Piece:
-    inputs = (_spec("input_ids", "int64", BATCH, SEQUENCE),)
-    return Piece(traced.Embedding, (spec.config,), spec.dtype, inputs, ("embedding",))
+    return Piece(traced.Embedding, (spec.config,), spec.dtype, _inputs(spec, ["input_ids"]), ("embedding",))
 
 
 def block_piece(spec: GraphSpec) -> Piece:
-    config, dtype, growing = spec.config, spec.dtype, spec.unit.cache == "growing"
-    cache_axes = (BATCH, config.n_kv_heads, PAST if growing else CAPACITY, config.head_dim)
-    inputs = (
-        _spec("x", dtype, BATCH, SEQUENCE, config.hidden_size),
-        _spec("cos", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-        _spec("sin", "fp32", BATCH, SEQUENCE, config.head_dim // 2),
-        _spec("visible", "bool", BATCH, 1, SEQUENCE, TOTAL),
-        *([] if growing else [_spec("total", "int64", 1), _spec("write_indices", "int64", BATCH)]),
-        _spec("past_key", dtype, *cache_axes),
-        _spec("past_value", dtype, *cache_axes),
-    )
-    block = traced.GrowingBlock if growing else traced.TracedBlock
-    return Piece(block, (config, spec.float32_attention), dtype, inputs, ("out", "present_key", "present_value"))
+    cache = CACHE_FORMS[spec.unit.cache]
+    names = ("x", "cos", "sin", "visible", *cache.block_inputs, "past_key", "past_value")
+    arguments = (spec.config, spec.float32_attention, cache)
+    outputs = ("out", "present_key", "present_value")
+    return Piece(traced.TracedBlock, arguments, spec.dtype, _inputs(spec, names), outputs)
 
 
 def zero_pads_piece(spec: GraphSpec) -> Piece:
-    x = _spec("x", spec.dtype, BATCH, SEQUENCE, spec.config.hidden_size)
-    return Piece(traced.ZeroPads, (), spec.dtype, (x, _spec("real", "bool", BATCH, SEQUENCE)), ("hidden_states_out",))
+    return Piece(traced.ZeroPads, (), spec.dtype, _inputs(spec, ["x", "real"]), ("hidden_states_out",))
 
 
 def head_piece(spec: GraphSpec) -> Piece:
-    inputs = [_spec("x", spec.dtype, BATCH, SEQUENCE, spec.config.hidden_size)]
-    if spec.unit.logits == "last":
-        inputs += [_spec("write_indices", "int64", BATCH), _spec("attention_mask", "int64", BATCH, TOTAL)]
+    names = ["x", "write_indices", "attention_mask"] if spec.unit.logits == "last" else ["x"]
     arguments = (spec.config, spec.unit.logits, spec.weight_format is not None)
-    return Piece(traced.Head, arguments, spec.dtype, tuple(inputs), ("logits",))
+    return Piece(traced.Head, arguments, spec.dtype, _inputs(spec, names), ("logits",))
 
 
-def _spec(name: str, dtype: str, *axes: int | str) -> TensorSpec:
-    return TensorSpec(name, dtype, axes)
+def _inputs(spec: GraphSpec, names: Sequence[str]) -> tuple[TensorSpec, ...]:
+    """The inputs of a piece, by the names that the modules give them."""
+    config, dtype = spec.config, spec.dtype
+    past = (BATCH, config.n_kv_heads, CACHE_FORMS[spec.unit.cache].past_axis, config.head_dim)
+    known: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "input_ids": ("int64", (BATCH, SEQUENCE)),
+        "position_ids": ("int64", (BATCH, SEQUENCE)),
+        "write_indices": ("int64", (BATCH,)),
+        "attention_mask": ("int64", (BATCH, TOTAL)),
+        "cos": ("fp32", (BATCH, SEQUENCE, config.head_dim // 2)),
+        "sin": ("fp32", (BATCH, SEQUENCE, config.head_dim // 2)),
+        "visible": ("bool", (BATCH, 1, SEQUENCE, TOTAL)),
+        "total": ("int64", (1,)),
+        "real": ("bool", (BATCH, SEQUENCE)),
+        "x": (dtype, (BATCH, SEQUENCE, config.hidden_size)),
+        "past_key": (dtype, past),
+        "past_value": (dtype, past),
+    }
+    return tuple(TensorSpec(name, *known[name]) for name in names)

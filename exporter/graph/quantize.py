@@ -1,9 +1,9 @@
-"""Weights as integers of few bits with one scale a block: rounding them, packing them, and what they stand for.
+"""Weights as integers of few bits with one scale for each block: rounding, packing and dequantizing.
 
-Rounding is to nearest. For int4 the scale of a block is the one of several with the least squared error: its largest weight may be
-clipped where that makes the others more precise. On SmolLM2 that takes a fifth off the KL divergence (0.41 to 0.33 nats); for uint4,
-whose range follows both ends of a block, it takes nothing (0.27 and 0.28), and at 8 bits clipping never pays. Nothing but the
-weights is looked at.
+Rounding is to nearest. For int4, several scales of a block are tried and the one with the least squared error is
+taken: the largest weight may be clipped where that makes the others more precise. On SmolLM2 this lowers the KL
+divergence by a fifth (0.41 to 0.33 nats). For uint4, whose range follows both ends of a block, it changes nothing
+(0.27 and 0.28), and at 8 bits clipping never helps. Rounding reads only the weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.weight_formats import WeightFormat, is_quantized
 
-# Shares of a block's largest weight that the largest integer may stand for.
+# Fractions of the largest weight of a block that the largest integer may represent.
 CLIPPINGS = {"int4": (1.0, 0.96, 0.92, 0.88, 0.84, 0.8), "uint4": (1.0,), "int8": (1.0,), "uint8": (1.0,)}
 
 
@@ -25,9 +25,9 @@ class Quantized:
     """A matrix [in, out] in integers.
 
     Attributes:
-        values: int8 or uint8 [in, out], also where the format has 4 bits.
-        scales: the graph's dtype, [in / block, out].
-        zero_points: as values, [in / block, out]; None where the format is symmetric.
+        values: int8 or uint8 [in, out], also where the integers have 4 bits.
+        scales: [in / block, out] in the dtype of the graph.
+        zero_points: int8 or uint8 [in / block, out]; None where all are 0.
     """
 
     values: Tensor
@@ -35,7 +35,7 @@ class Quantized:
     zero_points: Tensor | None
 
     def dequantized(self) -> Tensor:
-        """(value − zero point) · scale, [in, out] in the scales' dtype, as DequantizeLinear computes it."""
+        """Returns (value − zero point) · scale as DequantizeLinear does: [in, out] in the dtype of the scales."""
         blocks = self.values.reshape(self.scales.shape[0], -1, self.scales.shape[1]).float()
         if self.zero_points is not None:
             blocks = blocks - self.zero_points[:, None].float()
@@ -46,9 +46,9 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
     """Rounds a matrix.
 
     Args:
-        weight: [in, out], finite, of any floating-point dtype; whole blocks of inputs.
-        weight_format: what to round it to.
-        dtype: the scales' dtype name.
+        weight: [in, out], finite, in any floating-point dtype; `in` is a multiple of the block size.
+        weight_format: the integer format.
+        dtype: dtype name of the scales.
     """
     blocks = weight.float().reshape(-1, weight_format.block_size, weight.shape[1])
     largest = blocks.abs().amax(1) if weight_format.symmetric else None
@@ -84,7 +84,7 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
 
 
 def pack(integers: Tensor, bits: int) -> Tensor:
-    """Integers as ONNX stores them, uint8 [n bytes]: of 4 bits two a byte, the first in the low half."""
+    """Returns integers as ONNX stores them, uint8 [n bytes]. Two of 4 bits share a byte, the first in the low half."""
     raw = integers.contiguous().view(torch.uint8).flatten()
     if bits == 8:
         return raw
@@ -93,7 +93,7 @@ def pack(integers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(raw: Tensor, bits: int, symmetric: bool) -> Tensor:
-    """The inverse of `pack`: int8 or uint8 [n], with one 0 more where an odd number was packed."""
+    """The inverse of `pack`: returns int8 or uint8 [n], with an added 0 where an odd number was packed."""
     if bits == 4:
         raw = torch.stack((raw & 0xF, raw >> 4), dim=1).flatten()
         if symmetric:
@@ -102,9 +102,9 @@ def unpack(raw: Tensor, bits: int, symmetric: bool) -> Tensor:
 
 
 class QuantizedWeights:
-    """Another source's weights as a bundle of a weight format has them: what its reference computes with.
+    """The weights of another source, rounded to an integer format, for the reference of a bundle in that format.
 
-    The output head is rounded also where it is tied to the embedding, which is not.
+    A tied output head is rounded; the embedding is not.
     """
 
     def __init__(self, weights: WeightSource, weight_format: WeightFormat, dtype: str, tied: bool) -> None:
@@ -116,5 +116,5 @@ class QuantizedWeights:
         if not is_quantized(name):
             return self._weights.read(name, columns, rows)
         source = "embedding.weight" if self._tied and name == "lm_head.weight" else name
-        weight = self._weights.read(source, rows=rows)  # all inputs: blocks lie along them
+        weight = self._weights.read(source, rows=rows)  # all inputs, because blocks run along them
         return quantize(weight.T, self._format.of(name), self._dtype).dequantized().T[:, columns]

@@ -1,4 +1,4 @@
-"""Reads weights back from a bundle: mapped from its data file, by canonical name, whatever is merged or stored in integers."""
+"""Reads weights back from a bundle by canonical name, mapped from its data file, also merged and integer weights."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from torch import Tensor
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import BundleError
-from exporter.graph.assemble import ROPE_TABLES
 from exporter.graph.quantize import Quantized, unpack
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_NAMES
-from exporter.spec.parameters import MERGED_WEIGHTS, block_weight_shapes, weight_shapes
-from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
+from exporter.spec.parameters import ROPE_TABLES, held_weights, renumbered, split_name
+from exporter.spec.weight_formats import QUANTIZED_TENSORS, WeightFormat
 
 
 def map_data(folder: Path) -> np.ndarray:
-    """A bundle's data file mapped as bytes, uint8 [size]; a component without weights has an empty one.
+    """Maps the data file of a bundle as bytes, uint8 [size]; the file of a component without weights is empty.
 
-    The mapping is private: torch wants writable memory, the file never changes.
+    The mapping is private, because torch wants writable memory: the file never changes.
     """
     path = folder / DATA_FILE
     return np.memmap(path, dtype=np.uint8, mode="c") if path.stat().st_size else np.zeros(0, np.uint8)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a weight lies: the canonical name of the tensor that holds it, and which of that one's outputs are the weight's."""
+class WeightPlace:
+    """The place of a weight.
+
+    Attributes:
+        stored: canonical name of the tensor that holds it.
+        outputs: the outputs of that tensor that are the weight's.
+    """
 
     stored: str
     outputs: slice
 
 
 class GraphWeights:
-    """A graph's own weights as a source, each mapped from the data file for as long as its tensor lives; those in integers as what
-    they stand for.
-
-    Raises (on construction):
-        OSError: the graph cannot be read.
+    """The weights of a graph as a source. A weight is mapped from the data file while its tensor exists; integers are
+    dequantized.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class GraphWeights:
         self.description = description
         self._path, self._format = folder / DATA_FILE, weight_format
         self._tensors: dict[str, TensorProto] = {}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, WeightPlace] = {}
         for tensor in onnx.load(folder / GRAPH_FILE, load_external_data=False).graph.initializer:
             if tensor.external_data and tensor.dims:
-                name = _canonical(tensor.name, first_layer)
+                name = renumbered(tensor.name, first_layer)
                 self._tensors[name] = tensor
-                weight, _, part = name.rpartition(".")
-                self._places.update(_places(weight if part in QUANTIZED_PARTS else name, config))
+                weight, _, role = name.rpartition(".")
+                self._places.update(weight_places(weight if role in QUANTIZED_TENSORS else name, config))
         self.has_own_head = "lm_head.weight" in self._places
 
     @property
@@ -91,14 +92,14 @@ class GraphWeights:
             return self._dequantized(place, columns)[rows]
         weight = self._mapped(place.stored)
         if weight.dim() == 1:
-            return weight[columns]
+            return weight[place.outputs][columns]
         if _is_transposed(name):
             weight = weight.T
         return weight[place.outputs][rows, columns]
 
-    def _dequantized(self, place: _Place, columns: slice) -> Tensor:
-        """Some inputs of a weight, [out, columns]."""
-        assert self._format is not None, "only a bundle with a weight format has tensors that are parts of a weight"
+    def _dequantized(self, place: WeightPlace, columns: slice) -> Tensor:
+        """Returns some inputs of a weight in integers, [out, columns]."""
+        assert self._format is not None, "a stored tensor has a role only where the weights have an integer format"
         weight_format = self._format.of(place.stored)
         scales = self._mapped(f"{place.stored}.scales")
         size, shape = weight_format.block_size, (scales.shape[0] * weight_format.block_size, scales.shape[1])
@@ -107,16 +108,14 @@ class GraphWeights:
 
         first, last = (block * size * shape[1] * weight_format.bits // 8 for block in (blocks.start, blocks.stop))
         run = self._raw(self._tensors[f"{place.stored}.integers"])[first:last]
-        values = unpack(run, weight_format.bits, weight_format.symmetric)[
-            : (blocks.stop - blocks.start) * size * shape[1]
-        ]
+        n_values = (blocks.stop - blocks.start) * size * shape[1]
+        values = unpack(run, weight_format.bits, weight_format.symmetric)[:n_values].reshape(-1, shape[1])
         zero_points = None
         if not weight_format.symmetric:
             whole = unpack(self._raw(self._tensors[f"{place.stored}.zero_points"]), weight_format.bits, symmetric=False)
             zero_points = whole[: scales.numel()].reshape(scales.shape)[blocks, place.outputs]
-        weight = Quantized(
-            values.reshape(-1, shape[1])[:, place.outputs], scales[blocks, place.outputs], zero_points
-        ).dequantized()
+        quantized = Quantized(values[:, place.outputs], scales[blocks, place.outputs], zero_points)
+        weight = quantized.dequantized()
         return weight[start - blocks.start * size : stop - blocks.start * size].T
 
     def _mapped(self, name: str) -> Tensor:
@@ -125,13 +124,12 @@ class GraphWeights:
 
     def _raw(self, tensor: TensorProto) -> Tensor:
         where = {entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"}
-        return torch.from_numpy(
-            np.asarray(np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],)))
-        )
+        mapped = np.memmap(self._path, np.uint8, mode="c", offset=where["offset"], shape=(where["length"],))
+        return torch.from_numpy(np.asarray(mapped))
 
 
 class PartedWeights:
-    """The weights of several graphs as one source: each name is read from the graph that has it."""
+    """The weights of several graphs as one source. A name is read from the graph that has it."""
 
     def __init__(self, parts: Sequence[GraphWeights]) -> None:
         self.description, self.has_own_head = parts[0].description, parts[-1].has_own_head
@@ -142,10 +140,10 @@ class PartedWeights:
 
 
 def bundle_weights(bundle: Bundle) -> WeightSource:
-    """A bundle's own weights, mapped from its data files.
+    """Returns the weights inside a bundle, mapped from its data files.
 
     Raises:
-        BundleError: they are not the weights, of the shapes, that the manifest's geometry asks for.
+        BundleError: a weight or its shape is not the one that the geometry in the manifest needs.
     """
     manifest = bundle.manifest
     parts = [
@@ -153,44 +151,41 @@ def bundle_weights(bundle: Bundle) -> WeightSource:
         for part in bundle.parts
     ]
     found = {name: shape for part in parts for name, shape in part.shapes.items()}
-    expected = weight_shapes(manifest.config, manifest.unit)
+    expected = manifest.spec.weight_shapes
     wrong = sorted(name for name, shape in expected.items() if found.get(name) != shape)
     if wrong:
         got = found.get(wrong[0], "none")
         raise BundleError(
-            f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, as for {len(wrong) - 1} others"
+            f"bundle {bundle.folder}: {wrong[0]} has shape {got}, expected {expected[wrong[0]]}, "
+            f"as for {len(wrong) - 1} others"
         )
     rows = {found[table][0] for table in ROPE_TABLES if table in found}
     if rows - {2 * manifest.max_positions} or (manifest.unit.kind != "component" and not rows):
         raise BundleError(
-            f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, expected {2 * manifest.max_positions}, two a position"
+            f"bundle {bundle.folder}: its RoPE tables have {sorted(rows)} rows, "
+            f"expected {2 * manifest.max_positions}, two a position"
         )
     return parts[0] if len(parts) == 1 else PartedWeights(parts)
 
 
-def _places(stored: str, config: ModelConfig) -> Iterator[tuple[str, _Place]]:
-    """The weights that a stored tensor holds, by canonical name: several of a block's projections where they are merged."""
-    block, number, name = (
-        stored.split(".", 2) if stored.startswith("blocks.") and stored.count(".") > 1 else ("", "", stored)
-    )
-    merged = MERGED_WEIGHTS.get(name.removesuffix(".weight"), ())
-    if not merged:
-        yield stored, _Place(stored, slice(None))
+def weight_places(stored: str, config: ModelConfig) -> Iterator[tuple[str, WeightPlace]]:
+    """Yields the weights that a stored tensor holds, with their places. A tensor outside of the table holds itself.
+
+    Args:
+        stored: canonical name of the tensor, such as `blocks.3.attention.qkv_proj.weight`.
+        config: the geometry of the model.
+    """
+    block, name = split_name(stored)
+    held = held_weights(name) if block else ()
+    if len(held) < 2:
+        yield stored, WeightPlace(stored, slice(None))
         return
-    shapes = block_weight_shapes(config)
-    ends = accumulate(shapes[f"{part}.weight"][0] for part in merged)
-    for part, (start, end) in zip(merged, pairwise((0, *ends)), strict=True):
-        rest = part == merged[-1]  # takes whatever is there, so that one output too many shows in its shape
-        yield f"{block}.{number}.{part}.weight", _Place(stored, slice(start, None if rest else end))
+    ends = accumulate(weight.shape(config)[0] for weight in held)
+    for weight, (start, end) in zip(held, pairwise((0, *ends)), strict=True):
+        # the last weight takes all that remains, so that its shape shows an extra output
+        yield f"{block}.{weight.name}", WeightPlace(stored, slice(start, None if weight == held[-1] else end))
 
 
 def _is_transposed(name: str) -> bool:
-    """Whether a graph stores a weight [in, out]; of a vector both are the same."""
+    """Whether a graph stores a weight as [in, out]; for a vector both are the same."""
     return name.startswith("blocks.")
-
-
-def _canonical(name: str, first_layer: int) -> str:
-    parts = name.split(".")
-    if parts[0] == "blocks" and len(parts) > 1:
-        parts[1] = str(int(parts[1]) + first_layer) if parts[1].isdecimal() else parts[1]
-    return ".".join(parts)

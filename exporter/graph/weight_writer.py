@@ -1,6 +1,7 @@
-"""Writes weights into an assembled graph's external data, one tensor at a time.
+"""Writes weights into the external data of an assembled graph, one tensor at a time.
 
-Memory: the largest slice, not the model. A tensor above SLICE_BYTES is read and converted a slice of its stored rows at a time.
+Memory is bounded by the largest slice, not by the model: a tensor above SLICE_BYTES is read and converted in slices
+of its stored rows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -24,37 +26,35 @@ from torch import Tensor
 
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckpointError
-from exporter.graph.assemble import ROPE_TABLES, AssembledGraph
+from exporter.graph.assemble import AssembledGraph
 from exporter.graph.quantize import pack, quantize
-from exporter.graph.stored_tensor import StoredTensor
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_TYPES
+from exporter.spec.parameters import ROPE_TABLES
 from exporter.spec.rope import rotation_table
-from exporter.spec.weight_formats import QUANTIZED_PARTS, WeightFormat
+from exporter.spec.stored_tensor import StoredTensor
+from exporter.spec.weight_formats import QUANTIZED_TENSORS, WeightFormat
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT_BYTES = 4096  # a page: onnxruntime and TensorRT map tensors that start on one
-SLICE_BYTES = (
-    64 * 2**20
-)  # of a piece, were it float32; wide runs of a matrix's columns read its pages from the disk few times
-ROUNDED_SLICE_BYTES = SLICE_BYTES // 4  # of one that is rounded to integers: that takes several copies of it
-BLOCK_VALUES = 2**19  # converted, checked and put in place together, while they are in the processor's caches
-WORKERS = 2  # pieces read and converted at the same time
-KEPT_BUFFERS = 6  # more than are ever in flight
-CACHED_BYTES = (
-    64 * 2**20
-)  # of a file being written stay in the page cache: the disk starts early, and room is left for what is read
+ALIGNMENT_BYTES = 4096  # one page: onnxruntime and TensorRT map tensors that start on a page
+SLICE_BYTES = 64 * 2**20  # size of one slice in float32 bytes; wide column runs keep page reads few
+ROUNDED_SLICE_BYTES = SLICE_BYTES // 4  # size of a slice that is rounded to integers, which takes several copies
+BLOCK_VALUES = 2**19  # values that are converted and checked together, while they are in the caches of the processor
+WORKERS = 2  # slices that are read and converted at the same time
+KEPT_BUFFERS = 6  # more than the slices that are in work at any time
+CACHED_BYTES = 64 * 2**20  # bytes of a file in work that stay in the page cache; the disk starts early
 
 
 @dataclass(frozen=True)
 class WrittenGraph:
-    """What was written.
+    """The result of writing a graph.
 
     Attributes:
         checksums: SHA-256 of each file.
-        flushed: canonical weight name → how many of its values became zero in the graph's dtype; others are left out.
+        flushed: canonical weight name → how many values became zero in the graph's dtype; weights without any are
+            left out.
     """
 
     checksums: dict[str, str]
@@ -70,20 +70,21 @@ def write_graph(
     """Writes model.onnx and model.onnx.data into `folder`.
 
     Args:
-        graph: the assembled graph; its initializers are pointed at the data file (`place_weights`).
-        weights: where the values come from, by canonical name.
+        graph: the assembled graph. Its initializers are pointed at the data file (`place_weights`).
+        folder: the folder that both files go to.
+        weights: the source of the values, by canonical name.
         progress: called with the number of bytes just written.
 
     Raises:
-        CheckpointError: a weight is inf or NaN, or becomes so in the graph's dtype; names the tensor.
+        CheckpointError: a weight is inf or NaN, or becomes so in the graph's dtype; the message names the tensor.
     """
     flushed: dict[str, int] = {}
     end = 0
     offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
     buffers = _Buffers()
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, data, n_flushed in _ahead(_pieces(graph, weights, buffers)):
-            if stored.name in offsets:  # its first piece
+        for stored, data, n_flushed in _ahead(_slices(graph, weights, buffers)):
+            if stored.name in offsets:  # its first slice
                 offset = offsets.pop(stored.name)
                 file.write(bytes(offset - end))
                 end = offset + stored.n_bytes
@@ -98,7 +99,7 @@ def write_graph(
 
 
 class _HashedFile:
-    """A file whose checksum is taken as it is written, both in a thread of its own while the next piece is being converted."""
+    """A file that is written and hashed in its own thread, while the next slice is converted."""
 
     def __init__(self, path: Path, progress: Callable[[int], None]) -> None:
         self.digest = hashlib.sha256()
@@ -107,10 +108,14 @@ class _HashedFile:
         self._pending: deque[Future[None]] = deque()
 
     def write(self, data: memoryview | bytes, done: Callable[[], None] = lambda: None) -> None:
-        """Queues a piece; waits where two are queued already, so that memory stays bounded. `done` is called once it is written.
+        """Queues a slice, and waits where two are queued already, so that memory stays bounded.
+
+        Args:
+            data: the bytes.
+            done: called once they are written.
 
         Raises:
-            OSError: an earlier piece could not be written.
+            OSError: an earlier slice could not be written.
         """
         while len(self._pending) >= 2:
             self._pending.popleft().result()
@@ -119,10 +124,9 @@ class _HashedFile:
     def _write(self, data: memoryview | bytes, done: Callable[[], None]) -> None:
         self._file.write(data)
         self._n_written += len(data)
-        if self._n_written > CACHED_BYTES and hasattr(
-            os, "posix_fadvise"
-        ):  # advice only: where there is none the same bytes are written
-            os.posix_fadvise(self._file.fileno(), 0, self._n_written - CACHED_BYTES, os.POSIX_FADV_DONTNEED)
+        written_long_ago = self._n_written - CACHED_BYTES
+        if written_long_ago > 0 and hasattr(os, "posix_fadvise"):  # only advice: the bytes of the file stay the same
+            os.posix_fadvise(self._file.fileno(), 0, written_long_ago, os.POSIX_FADV_DONTNEED)
         self.digest.update(data)
         self._progress(len(data))
         done()
@@ -141,7 +145,7 @@ class _HashedFile:
 
 
 def place_weights(graph: AssembledGraph) -> list[int]:
-    """Points every initializer at its place in the data file, each on a page of its own; returns the offsets in bytes."""
+    """Points every initializer at its own page of the data file, and returns the offsets in bytes."""
     offsets, end = [], 0
     for stored in graph.stored:
         offset = end + -end % ALIGNMENT_BYTES
@@ -159,18 +163,18 @@ def place_weights(graph: AssembledGraph) -> list[int]:
 
 
 def serialize_graph(graph: AssembledGraph) -> bytes:
-    """The bytes of model.onnx, once its weights are placed."""
+    """Returns the bytes of model.onnx, once its weights are placed."""
     return ir.serde.serialize_model(graph.model).SerializeToString(deterministic=True)
 
 
 class _Buffers:
-    """Memory of pieces in flight, used again: the page faults of fresh memory cost more than the conversion into it."""
+    """Memory of slices that is used again, because the page faults of fresh memory cost more than the conversion."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
     def take(self, n_bytes: int) -> Tensor:
-        """Memory uint8 [n_bytes] of any content."""
+        """Returns memory uint8 [n_bytes] with any content."""
         if n_bytes > SLICE_BYTES:
             return torch.empty(n_bytes, dtype=torch.uint8)
         try:
@@ -179,28 +183,40 @@ class _Buffers:
             buffer = torch.empty(SLICE_BYTES, dtype=torch.uint8)
         return buffer[:n_bytes]
 
-    def give_back(self, piece: Tensor) -> None:
-        """Keeps a written piece's memory for the next one; what is of another size did not come from here."""
-        memory = piece.untyped_storage()
+    def give_back(self, data: Tensor) -> None:
+        """Keeps the memory of a written slice for the next one; memory of another size did not come from here."""
+        memory = data.untyped_storage()
         if memory.nbytes() == SLICE_BYTES and len(self._free) < KEPT_BUFFERS:
             self._free.append(torch.empty(0, dtype=torch.uint8).set_(memory))
 
 
-Piece = tuple[
-    StoredTensor, Tensor, dict[str, int]
-]  # what it is of, its bytes in file order uint8 [n], weight → how many values became zero
-Read = Callable[[], dict[str, Tensor]]  # the same run of inputs, or of rows, of each weight that a stored tensor holds
+class Slice(NamedTuple):
+    """A slice of a stored tensor, ready to be written.
+
+    Attributes:
+        stored: the tensor.
+        data: its bytes in file order, uint8 [n].
+        flushed: canonical weight name → how many of its values became zero.
+    """
+
+    stored: StoredTensor
+    data: Tensor
+    flushed: dict[str, int]
 
 
-def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
-    """Runs pieces in order and yields their results, a few ahead of what is asked for, each on one thread of several."""
+# Reads the same run of inputs, or of rows, of each weight that a stored tensor holds.
+Read = Callable[[], dict[str, Tensor]]
+
+
+def _ahead(slices: Iterator[Callable[[], Slice]]) -> Iterator[Slice]:
+    """Makes slices on several threads and yields them in order; a few are made before they are asked for."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(max_workers=WORKERS) as pool:
-            running: deque[Future[Piece]] = deque()
-            for piece in pieces:
-                running.append(pool.submit(piece))
+            running: deque[Future[Slice]] = deque()
+            for make in slices:
+                running.append(pool.submit(make))
                 if len(running) > WORKERS:
                     yield running.popleft().result()
             while running:
@@ -209,43 +225,40 @@ def _ahead(pieces: Iterator[Callable[[], Piece]]) -> Iterator[Piece]:
         torch.set_num_threads(threads)
 
 
-def _pieces(graph: AssembledGraph, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Piece]]:
-    """The stored tensors in file order, each as pieces of bounded size that are read and converted when they are called."""
+def _slices(graph: AssembledGraph, weights: WeightSource, buffers: _Buffers) -> Iterator[Callable[[], Slice]]:
+    """The stored tensors in file order, as slices of bounded size; calling one reads and converts it."""
+    spec = graph.spec
     runs: list[_RoundedRun] = []
     for stored in graph.stored:
-        if not stored.part:
-            yield from (
-                partial(_piece, stored, read, buffers)
-                for read in _reads(stored, graph.spec.config, weights, SLICE_BYTES)
-            )
+        if not stored.role:
+            reads = _reads(stored, spec.config, weights, SLICE_BYTES)
+            yield from (partial(_converted, stored, read, buffers) for read in reads)
             continue
-        if stored.part == QUANTIZED_PARTS[0]:  # the others of the same weight follow
-            assert graph.spec.weight_format is not None, "only a weight format has weights in parts"
-            weight_format = graph.spec.weight_format.of(stored.name.removesuffix(f".{stored.part}"))
-            blocks = 2 * weight_format.block_size  # an even number of integers, of which 4 bits are stored two a byte
-            runs = [
-                _RoundedRun(read, weight_format, graph.spec.dtype)
-                for read in _reads(stored, graph.spec.config, weights, ROUNDED_SLICE_BYTES, blocks)
-            ]
-        yield from (partial(run.piece, stored) for run in runs)
+        if stored.role == QUANTIZED_TENSORS[0]:  # the other tensors of the same weight follow
+            assert spec.weight_format is not None, "a role exists only where the weights have an integer format"
+            weight_format = spec.weight_format.of(stored.name.removesuffix(f".{stored.role}"))
+            blocks = 2 * weight_format.block_size  # an even number of integers, because two of 4 bits share a byte
+            reads = _reads(stored, spec.config, weights, ROUNDED_SLICE_BYTES, blocks)
+            runs = [_RoundedRun(read, weight_format, spec.dtype) for read in reads]
+        yield from (partial(run.slice, stored) for run in runs)
 
 
 class _RoundedRun:
-    """A run of a weight's inputs, rounded once for all of the tensors that the weight consists of.
+    """A run of a weight's inputs, rounded once for all tensors that the weight is made of.
 
-    Its integers are asked for first, and not kept; scales and zero points are few, and are.
+    The integers are asked for first and not kept. The scales and zero points are few and are kept.
     """
 
     def __init__(self, read: Read, weight_format: WeightFormat, dtype: str) -> None:
         self._read, self._format, self._dtype = read, weight_format, dtype
-        self._lock = threading.Lock()  # scales may be asked for while the integers are being made
+        self._lock = threading.Lock()  # scales may be asked for while the integers are made
         self._kept: dict[str, Tensor] = {}
 
-    def piece(self, stored: StoredTensor) -> Piece:
-        """These rows of one of the weight's tensors."""
+    def slice(self, stored: StoredTensor) -> Slice:
+        """Returns these rows of one of the weight's tensors."""
         with self._lock:
-            if stored.part in self._kept:
-                return stored, self._kept.pop(stored.part), {}
+            if stored.role in self._kept:
+                return Slice(stored, self._kept.pop(stored.role), {})
             runs = self._read()
             for name, run in runs.items():
                 _check_finite(name, run)
@@ -253,32 +266,33 @@ class _RoundedRun:
             self._kept["scales"] = quantized.scales.contiguous().view(torch.uint8).flatten()
             if quantized.zero_points is not None:
                 self._kept["zero_points"] = pack(quantized.zero_points, self._format.bits)
-            return stored, pack(quantized.values, self._format.bits), {}
+            return Slice(stored, pack(quantized.values, self._format.bits), {})
 
 
-def _piece(stored: StoredTensor, read: Read, buffers: _Buffers) -> Piece:
+def _converted(stored: StoredTensor, read: Read, buffers: _Buffers) -> Slice:
+    """Reads a run of every weight that the tensor holds, and puts them side by side in the tensor's dtype."""
     runs = read()
     dtype = TORCH_DTYPES[stored.dtype]
     shape = (sum(len(run) for run in runs.values()), *next(iter(runs.values())).shape[1:])
     data = buffers.take(math.prod(shape) * dtype.itemsize)
     values = data.view(dtype).view(shape[::-1]).T if stored.transposed else data.view(dtype).view(shape)
-    parts = zip(runs.items(), values.split([len(run) for run in runs.values()]), strict=True)
-    return stored, data, {name: _convert(name, run, part, stored.dtype) for (name, run), part in parts}
+    targets = values.split([len(run) for run in runs.values()])
+    flushed = {
+        name: _convert(name, run, target, stored.dtype)
+        for (name, run), target in zip(runs.items(), targets, strict=True)
+    }
+    return Slice(stored, data, flushed)
 
 
 def _reads(
     stored: StoredTensor, config: ModelConfig, weights: WeightSource, n_bytes: int, whole: int = 1
 ) -> Iterator[Read]:
-    """Reads of the weights in their source's dtype and layout, each of `n_bytes` were it float32.
+    """Yields reads of the weights in the dtype and layout of their source, each of `n_bytes` in float32.
 
-    Each makes a run of the stored tensor's rows, a multiple of `whole` but the last.
+    Each read is a run of the stored tensor's rows. The number of rows is a multiple of `whole`, except in the last run.
     """
     if stored.name in ROPE_TABLES:
-        yield lambda: {
-            stored.name: torch.from_numpy(
-                rotation_table(config, stored.shape[0] // 2)[:, :, ROPE_TABLES.index(stored.name)]
-            )
-        }
+        yield partial(_read_rope_table, stored.name, config, stored.shape[0] // 2)
         return
     if len(stored.shape) == 1:
         yield partial(_read, stored.weights, weights)
@@ -286,10 +300,12 @@ def _reads(
     length, width = stored.shape
     step = max(1, n_bytes // (width * 4 * whole)) * whole
     for start in range(0, length, step):
-        run = slice(
-            start, min(start + step, length)
-        )  # of stored rows: the weight's columns where it is stored transposed
+        run = slice(start, min(start + step, length))  # stored rows are the weight's columns where it is transposed
         yield partial(_read, stored.weights, weights, **({"columns": run} if stored.transposed else {"rows": run}))
+
+
+def _read_rope_table(name: str, config: ModelConfig, max_positions: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(rotation_table(config, max_positions)[:, :, ROPE_TABLES.index(name)])}
 
 
 def _read(names: Sequence[str], weights: WeightSource, **run: slice) -> dict[str, Tensor]:
@@ -297,24 +313,23 @@ def _read(names: Sequence[str], weights: WeightSource, **run: slice) -> dict[str
 
 
 def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
-    """Writes a run of a weight into `target`, which has that dtype; returns how many values became zero.
+    """Writes a run of a weight into `target`, which has that dtype, and returns how many values became zero.
 
     Raises:
-        CheckpointError: a value is inf or NaN, or became so.
+        CheckpointError: a value is inf or NaN, or becomes so in that dtype.
     """
     n_flushed = 0
     rows = max(1, BLOCK_VALUES * len(run) // run.numel())
     for block, place in zip(run.split(rows), target.split(rows), strict=True):
         between_halves = block.element_size() == place.element_size() == 2 and block.dtype != place.dtype
-        converted = (block.float() if between_halves else block).to(
-            place.dtype
-        )  # twice as fast as torch's own way from half to half
+        source = block.float() if between_halves else block  # twice as fast as torch converts half to half
+        converted = source.to(place.dtype)
         if not _is_finite(converted):
             _check_finite(name, block)
             n_lost = int((~converted.isfinite()).sum())
             raise CheckpointError(
-                f"weight {name}: {n_lost} of its values do not fit {dtype}, the largest is {float(block.abs().max()):.3g}; "
-                "export with --dtype bf16 or fp32"
+                f"weight {name}: {n_lost} of its values do not fit {dtype}, "
+                f"the largest is {float(block.abs().max()):.3g}; export with --dtype bf16 or fp32"
             )
         place.copy_(converted)
         if block.dtype != place.dtype:
@@ -338,5 +353,5 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _count_nonzero(x: Tensor) -> int:
-    """Values that are neither 0 nor −0, counted by their bits without the sign: many times faster than comparing floats."""
+    """Counts values except 0 and −0 by their bits without the sign, many times faster than a float comparison."""
     return int(np.count_nonzero(np.left_shift(x.view(_BITS[x.element_size()]).numpy(), 1)))

@@ -2,10 +2,12 @@
 
 This is the oracle. Every other form (the traced graph, onnxruntime, TensorRT) is right when it agrees with this file.
 
-    x ─ attention_norm ─ prepare_qkv ─ cache update ─ repeat_kv ─ attention ─ merge_project ─(+x)─ h
+    x ─ attention_norm ─ prepare_qkv ─ update_cache ─ repeat_kv ─ attention ─ merge_project ─(+x)─ h
     h ─ ffn_norm ─ swiglu_mlp ─(+h)─ out
 
-Shape letters: B batch, T new tokens, L total length read, C cache capacity, H query heads, K KV heads, D head_dim, E hidden.
+Shape letters: B batch, T new tokens, L total length read, C cache capacity, H query heads, K KV heads, D head_dim, E
+hidden size, F width of the MLP, V vocabulary. `see` is called with every named value of the graph and returns the
+value that is used from there on; by default it returns the value itself.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.rope import rotation_table
 from exporter.spec.unit import Unit
 
+# --- the components of a block ----------------------------------------------------------------------------------------
+
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32, where it is narrower: norms, rotation and softmax are computed there. float64 stays, as a finer reference."""
+    """Returns x in float32, or as it is in float64. Norms, rotation and softmax are computed in this dtype."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A bias-free projection; its weight is [outputs, inputs] and applied as x @ W.T."""
+    """A projection without bias: its weight is [outputs, inputs], and it computes x @ W.T."""
     return nn.Linear(inputs, outputs, bias=False)
 
 
@@ -47,30 +51,48 @@ class RMSNorm(nn.Module):
 
 
 def rotate(heads: Tensor, R: Tensor) -> Tensor:
-    """Turns each adjacent feature pair of heads [B, H, T, D] by R float32 [B, T, D/2, 2] or [T, D/2, 2] (cos, sin), in float32."""
+    """Turns each adjacent feature pair of every head, in float32.
+
+    Args:
+        heads: [B, H, T, D].
+        R: cosine and sine, float32 [B, T, D/2, 2] or [T, D/2, 2].
+    """
     pairs = torch.view_as_complex(at_least_float32(heads).unflatten(-1, (-1, 2)))
     turned = pairs * torch.view_as_complex(R.contiguous()).unsqueeze(-3)  # one rotation for all heads
     return torch.view_as_real(turned).flatten(-2).to(heads.dtype)
 
 
-class PrepareQKV(nn.Module):
-    """x [B, T, E] and R float32 [B, T, D/2, 2] or [T, D/2, 2] → Q_r [B, H, T, D], K_r [B, K, T, D], V [B, K, T, D] (not rotated)."""
+def prepare_qkv(
+    x: Tensor, R: Tensor, q_proj: nn.Module, k_proj: nn.Module, v_proj: nn.Module, see: See = unseen
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projects x to queries, keys and values, splits them into heads, and rotates queries and keys.
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.q_proj = linear(config.hidden_size, config.n_heads * config.head_dim)
-        self.k_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
-        self.v_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
+    Args:
+        x: [B, T, E].
+        R: float32 [B, T, D/2, 2] or [T, D/2, 2].
+        q_proj, k_proj, v_proj: the projections.
+        see: the observer.
 
-    def forward(self, x: Tensor, R: Tensor, see: See = unseen) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = (self.heads(letter, x, see) for letter in "qkv")
-        return see("attention.rope_q", rotate(queries, R)), see("attention.rope_k", rotate(keys, R)), values
+    Returns:
+        Q_r [B, H, T, D], K_r [B, K, T, D] and V [B, K, T, D].
+    """
+    head_dim = 2 * R.shape[-2]
 
-    def heads(self, letter: str, x: Tensor, see: See) -> Tensor:
-        projected = see(f"attention.{letter}_proj", self.get_submodule(f"{letter}_proj")(x))
-        split = see(f"attention.reshape_{letter}", projected.unflatten(-1, (-1, self.head_dim)))
-        return see(f"attention.{letter}_heads", split.transpose(1, 2))
+    q = see("attention.q_proj", q_proj(x))
+    q = see("attention.reshape_q", q.unflatten(-1, (-1, head_dim)))
+    q = see("attention.q_heads", q.transpose(1, 2))
+
+    k = see("attention.k_proj", k_proj(x))
+    k = see("attention.reshape_k", k.unflatten(-1, (-1, head_dim)))
+    k = see("attention.k_heads", k.transpose(1, 2))
+
+    v = see("attention.v_proj", v_proj(x))
+    v = see("attention.reshape_v", v.unflatten(-1, (-1, head_dim)))
+    v = see("attention.v_heads", v.transpose(1, 2))
+
+    q_rotated = see("attention.rope_q", rotate(q, R))
+    k_rotated = see("attention.rope_k", rotate(k, R))
+    return q_rotated, k_rotated, v
 
 
 def update_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> None:
@@ -81,55 +103,44 @@ def update_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> None:
 
 
 def repeat_kv(x: Tensor, n_rep: int) -> Tensor:
-    """x [B, S, K, D] → [B, S, K · n_rep, D]: KV head g fills slots g·n_rep … (g+1)·n_rep − 1; n_rep 1 returns x itself."""
+    """x [B, S, K, D] → [B, S, K · n_rep, D]: KV head g fills slots g·n_rep to (g+1)·n_rep − 1; n_rep 1 returns x."""
     return x if n_rep == 1 else x.repeat_interleave(n_rep, dim=2)
 
 
-class RepeatKV(nn.Module):
-    """`repeat_kv` as a component of its own."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_rep = config.n_rep
-
-    def forward(self, x: Tensor) -> Tensor:
-        return repeat_kv(x, self.n_rep)
-
-
-class Attention(nn.Module):
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, see: See = unseen) -> Tensor:
     """softmax(Q Kᵀ / sqrt(D)) V over the visible keys: products and softmax in float32, cast back, times V.
 
-    Q_r [B, H, T, D]; keys, values [B, K, L, D]; mask bool [B, 1, T, L], True where query t may see key j → H [B, H, T, D].
-    A query that sees no key returns 0.
+    Args:
+        queries: [B, H, T, D].
+        keys: [B, K, L, D].
+        values: [B, K, L, D].
+        mask: bool [B, 1, T, L], True where query t may see key j.
+        see: the observer.
+
+    Returns:
+        [B, H, T, D]. A query that sees no key returns 0.
     """
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.n_rep = config.n_rep
-
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, see: See = unseen) -> Tensor:
-        keys, values = (repeat_kv(x.transpose(1, 2), self.n_rep).transpose(1, 2) for x in (keys, values))
-        scores = at_least_float32(queries) @ at_least_float32(keys).transpose(-2, -1) / math.sqrt(queries.shape[-1])
-        scores = see("attention.scores", scores)
-        weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
-        weights = weights.masked_fill(~mask, 0.0)  # a row that sees nothing is 0/0 above
-        return see("attention.heads", weights.to(values.dtype) @ values)
+    n_rep = queries.shape[1] // keys.shape[1]
+    keys = repeat_kv(keys.transpose(1, 2), n_rep).transpose(1, 2)
+    values = repeat_kv(values.transpose(1, 2), n_rep).transpose(1, 2)
+    scores = at_least_float32(queries) @ at_least_float32(keys).transpose(-2, -1) / math.sqrt(queries.shape[-1])
+    scores = see("attention.scores", scores)
+    weights = F.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
+    weights = weights.masked_fill(~mask, 0.0)  # a row that sees nothing is 0/0 above
+    return see("attention.heads", weights.to(values.dtype) @ values)
 
 
-class MergeProject(nn.Module):
-    """H [B, H, T, D] → merged field [B, T, H·D] → output projection → delta_attn [B, T, E]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.o_proj = linear(config.n_heads * config.head_dim, config.hidden_size)
-
-    def forward(self, heads: Tensor, see: See = unseen) -> Tensor:
-        merged = see("attention.merged", heads.transpose(1, 2).flatten(2))
-        return see("attention.o_proj", self.o_proj(merged))
+def merge_project(heads: Tensor, o_proj: nn.Module, see: See = unseen) -> Tensor:
+    """H [B, H, T, D] → heads side by side [B, T, H·D] → output projection → delta_attn [B, T, E]."""
+    merged = see("attention.merged", heads.transpose(1, 2).flatten(2))
+    return see("attention.o_proj", o_proj(merged))
 
 
 class SwiGLU(nn.Module):
-    """x [B, T, E] → down(silu(gate(x)) · up(x)) [B, T, E] (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+    """The component swiglu_mlp: x [B, T, E] → down(silu(gate(x)) · up(x)) [B, T, E].
+
+    From Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -138,9 +149,25 @@ class SwiGLU(nn.Module):
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, see: See = unseen) -> Tensor:
-        gate = see("mlp.silu", F.silu(see("mlp.gate_proj", self.gate_proj(x))))
-        product = see("mlp.product", gate * see("mlp.up_proj", self.up_proj(x)))
+        gate = see("mlp.gate_proj", self.gate_proj(x))
+        activated = see("mlp.silu", F.silu(gate))
+        up = see("mlp.up_proj", self.up_proj(x))
+        product = see("mlp.product", activated * up)
         return see("mlp.down_proj", self.down_proj(product))
+
+
+# --- the block --------------------------------------------------------------------------------------------------------
+
+
+class AttentionProjections(nn.Module):
+    """The four projections of a block's attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.q_proj = linear(config.hidden_size, config.n_heads * config.head_dim)
+        self.k_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
+        self.v_proj = linear(config.hidden_size, config.n_kv_heads * config.head_dim)
+        self.o_proj = linear(config.n_heads * config.head_dim, config.hidden_size)
 
 
 class Block(nn.Module):
@@ -149,32 +176,50 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.prepare_qkv = PrepareQKV(config)
-        self.attention = Attention(config)
-        self.merge_project = MergeProject(config)
+        self.attention = AttentionProjections(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.swiglu_mlp = SwiGLU(config)
+        self.mlp = SwiGLU(config)
 
     def forward(
         self,
         x: Tensor,
         R: Tensor,
-        past: tuple[Tensor, Tensor],
+        past_key: Tensor,
+        past_value: Tensor,
         write_indices: Tensor,
         visible: Tensor,
         see: See = unseen,
     ) -> Tensor:
-        """x [B, T, E], R [B, T, D/2, 2], past key and value [B, K, C, D], visible [B, 1, T, L] → [B, T, E]."""
-        queries, keys, values = self.prepare_qkv(see("attention_norm", self.attention_norm(x)), R, see)
-        for cache, new in zip(past, (keys, values), strict=True):
-            update_cache(cache, new, write_indices)
-        keys, values = (
-            see(f"attention.{name}", cache[:, :, : visible.shape[-1]])
-            for name, cache in zip(("keys", "values"), past, strict=True)
-        )
-        heads = self.attention(queries, keys, values, visible, see)
-        h = see("attention.residual", x + self.merge_project(heads, see))
-        return see("mlp.residual", h + self.swiglu_mlp(see("ffn_norm", self.ffn_norm(h)), see))
+        """Returns hidden states [B, T, E].
+
+        Args:
+            x: hidden states [B, T, E].
+            R: rotation of every token, float32 [B, T, D/2, 2].
+            past_key, past_value: the cache, [B, K, C, D] each, updated in place.
+            write_indices: int64 [B], the first cache row that each sequence writes.
+            visible: bool [B, 1, T, L], which key each query sees.
+            see: the observer.
+        """
+        projections = self.attention
+        normed = see("attention_norm", self.attention_norm(x))
+        queries, keys, values = prepare_qkv(normed, R, projections.q_proj, projections.k_proj, projections.v_proj, see)
+
+        update_cache(past_key, keys, write_indices)
+        update_cache(past_value, values, write_indices)
+        total_length = visible.shape[-1]
+        keys = see("attention.keys", past_key[:, :, :total_length])
+        values = see("attention.values", past_value[:, :, :total_length])
+
+        heads = attention(queries, keys, values, visible, see)
+        delta = merge_project(heads, projections.o_proj, see)
+        h = see("attention.residual", x + delta)
+
+        normed = see("ffn_norm", self.ffn_norm(h))
+        delta = self.mlp(normed, see)
+        return see("mlp.residual", h + delta)
+
+
+# --- the model around the blocks --------------------------------------------------------------------------------------
 
 
 def cache_rows(write_indices: Tensor, sequence_length: int) -> Tensor:
@@ -185,22 +230,28 @@ def cache_rows(write_indices: Tensor, sequence_length: int) -> Tensor:
 def real_tokens(attention_mask: Tensor, rows: Tensor) -> Tensor:
     """Which tokens of the step are real: bool [B, T], True where the mask allows the token's own cache row."""
     total_length = attention_mask.shape[1]
-    own = attention_mask.gather(1, rows.clamp(max=total_length - 1))  # a pad's row may lie beyond what the step reads
+    own = attention_mask.gather(1, rows.clamp(max=total_length - 1))  # the row of a pad may be beyond the rows read
     return (own == 1) & (rows < total_length)
 
 
 def visibility(attention_mask: Tensor, rows: Tensor, real: Tensor) -> Tensor:
     """Which key each query sees: bool [B, 1, T, L], by cache row and never by position.
 
-    A padded query also sees masked keys: its output is discarded, and no engine then meets an empty softmax, whose NaN
+    A padded query also sees masked keys. Its output is discarded, and no engine then meets an empty softmax, whose NaN
     would be cached and leak through the mask of the next block.
     """
     causal = torch.arange(attention_mask.shape[1]) <= rows[:, :, None]
     return (causal & ((attention_mask[:, None, :] == 1) | ~real[:, :, None]))[:, None]
 
 
+def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:
+    """Index within the step of each row's last real token: int64 [B]."""
+    rows = torch.arange(attention_mask.shape[1])
+    return (rows * attention_mask).amax(-1) - write_indices
+
+
 class Decoder(nn.Module):
-    """The unit block, stack or model: blocks over an in-place cache, and for a model the embedding and head around them."""
+    """A block, stack or model: blocks over an in-place cache, and for a model the embedding and head around them."""
 
     rotation: Tensor
 
@@ -225,60 +276,36 @@ class Decoder(nn.Module):
         *past: Tensor,
         see: See = unseen,
     ) -> Tensor:
-        """One step. `past` holds key and value of each layer, [B, K, C, D] each, updated in place.
+        """Runs one step.
 
-        x is int64 [B, T] token ids for a model, else hidden states [B, T, E]. Returns hidden states [B, T, E] with padded
-        tokens zeroed, or float32 logits: [B, V] of each row's last real token, [B, T, V] with logits "all".
+        Args:
+            x: token ids int64 [B, T] for a model, else hidden states [B, T, E].
+            position_ids: int64 [B, T].
+            write_indices: int64 [B], the first cache row that each sequence writes.
+            attention_mask: int64 [B, L], 1 for cache rows that may be read.
+            past: key and value of each layer, [B, K, C, D] each, updated in place.
+            see: the observer.
+
+        Returns:
+            Hidden states [B, T, E] with padded tokens zeroed; for a model float32 logits, [B, V] of each row's last
+            real token or, with logits "all", [B, T, V].
         """
         rows = cache_rows(write_indices, position_ids.shape[1])
         real = see("attention_mask.real", real_tokens(attention_mask, rows))
         visible = see("attention_mask.visible", visibility(attention_mask, rows, real))
-        R = torch.stack(
-            [see(f"rope.{part}", self.rotation[position_ids][..., i]) for i, part in enumerate(("cos", "sin"))], dim=-1
-        )
+        cos = see("rope.cos", self.rotation[position_ids][..., 0])
+        sin = see("rope.sin", self.rotation[position_ids][..., 1])
+        R = torch.stack([cos, sin], dim=-1)
+
         h = see("embedding", self.embedding(x)) if self.unit.kind == "model" else x
         for layer, block in enumerate(self.blocks):
-            h = block(h, R, past[2 * layer : 2 * layer + 2], write_indices, visible, prefixed(f"blocks.{layer}.", see))
+            past_key, past_value = past[2 * layer], past[2 * layer + 1]
+            h = block(h, R, past_key, past_value, write_indices, visible, prefixed(f"blocks.{layer}.", see))
+
         if self.unit.kind != "model":
             return see("hidden_states_out", h.masked_fill(~real[:, :, None], 0.0))
         if self.unit.logits == "last":
             h = see("last_token", h[torch.arange(len(h)), last_token(attention_mask, write_indices)])
-        return see("logits", at_least_float32(see("lm_head", self.lm_head(see("norm", self.norm(h))))))
-
-
-def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:
-    """Index within the step of each row's last real token: int64 [B]."""
-    rows = torch.arange(attention_mask.shape[1])
-    return (rows * attention_mask).amax(-1) - write_indices
-
-
-def component(config: ModelConfig, name: str) -> nn.Module:
-    """The module of one component, by its name in the contract."""
-    if name == "rms_norm":
-        return RMSNorm(config.hidden_size, config.norm_eps)
-    return {
-        "prepare_qkv": PrepareQKV,
-        "repeat_kv": RepeatKV,
-        "attention": Attention,
-        "merge_project": MergeProject,
-        "swiglu_mlp": SwiGLU,
-    }[name](config)
-
-
-_MODULE_OF_COMPONENT = {"prepare_qkv": "attention", "merge_project": "attention", "swiglu_mlp": "mlp"}
-
-
-def canonical_name(unit: Unit, parameter: str) -> str:
-    """The contract's name of a parameter of this unit's eager module, e.g. `blocks.3.attention.q_proj.weight`."""
-    if unit.kind == "component":
-        parameter = f"blocks.0.{'attention_norm' if unit.component == 'rms_norm' else unit.component}.{parameter}"
-    parts = parameter.split(".")
-    if parts[0] == "blocks":
-        parts[1] = str(int(parts[1]) + unit.first_layer)
-        parts[2] = _MODULE_OF_COMPONENT.get(parts[2], parts[2])
-    return ".".join(parts)
-
-
-def eager_module(config: ModelConfig, unit: Unit, max_positions: int) -> nn.Module:
-    """The eager module of a unit with unfilled weights; create it under `torch.device("meta")` to allocate none."""
-    return component(config, unit.component) if unit.component is not None else Decoder(config, unit, max_positions)
+        normed = see("norm", self.norm(h))
+        logits = see("lm_head", self.lm_head(normed))
+        return see("logits", at_least_float32(logits))

@@ -1,6 +1,6 @@
-"""Where weights come from: one interface, read one tensor (or a slice of its rows or columns) at a time.
+"""Sources of weights: one interface that reads one tensor, or a slice of its rows or columns, at a time.
 
-Names and layouts are the contract's: projections are [out, in], q and k rows in Meta's order (adjacent RoPE pairs).
+Names are canonical. Projections are [out, in], and rows of q and k are in Meta's order (adjacent RoPE pairs).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.common.errors import InputError
-from exporter.model.block import canonical_name, eager_module
+from exporter.model.components import canonical_name, eager_module
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import weight_shapes
@@ -25,18 +25,25 @@ TORCH_DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bflo
 class WeightSource(Protocol):
     """Weights of a whole model or of a part of it, by canonical name."""
 
-    description: dict  # what the manifest says of them, e.g. {"source": "random", "seed": 0}
-    has_own_head: bool  # whether a tied model's output head is a matrix of its own all the same, "lm_head.weight"
+    description: dict  # the entry of the manifest, such as {"source": "random", "seed": 0}
+    has_own_head: bool  # whether the source of a tied model has a separate output head, "lm_head.weight"
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
-        """The tensor, [out, in] or [E], in its stored dtype; `columns` picks a slice of its last axis, `rows` of a matrix's first."""
+        """Returns a tensor [out, in] or [out] in its stored dtype.
+
+        Args:
+            name: canonical name of the weight.
+            columns: the slice of the last axis.
+            rows: the slice of the first axis of a matrix.
+        """
         ...
 
 
 class RandomWeights:
-    """Reproducible random weights: each tensor depends on the seed and its own name only, so a slice equals its whole.
+    """Reproducible random weights. Each tensor depends on the seed and its own name only.
 
-    Projections are N(0, 1/in), which keeps activations of order 1; norms are spread around 1, so that leaving one out shows.
+    Projections are N(0, 1/in), which keeps activations near 1. Vectors are spread around 1, so that a missing norm
+    shows.
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
@@ -45,9 +52,7 @@ class RandomWeights:
         self.description = {"source": "random", "seed": seed}
         self.has_own_head = False
         self._seed = seed
-        self._last: tuple[str, Tensor] | None = (
-            None  # slices of one tensor are read one after the other, by several threads
-        )
+        self._last: tuple[str, Tensor] | None = None  # several threads read the slices of one tensor after each other
         self._lock = threading.Lock()
         self._shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
 
@@ -71,7 +76,7 @@ class RandomWeights:
 
 
 class RoundedWeights:
-    """Another source's weights rounded to a bundle's dtype and widened to float32: what its reference computes with."""
+    """The weights of another source, rounded to a bundle's dtype and widened to float32: those of its reference."""
 
     def __init__(self, weights: WeightSource, dtype: str) -> None:
         self.description, self.has_own_head = weights.description, weights.has_own_head
@@ -90,6 +95,8 @@ def load_eager(spec: GraphSpec, weights: WeightSource) -> nn.Module:
     if spec.config.tie_word_embeddings and spec.unit.kind == "model":
         own_head = weights.read("lm_head.weight").to(dtype) if weights.has_own_head else None
         stored["lm_head.weight"] = stored["embedding.weight"] if own_head is None else own_head
-    state = {parameter: stored[canonical_name(spec.unit, parameter)] for parameter in module.state_dict()}
+    names = {parameter: canonical_name(spec.unit, parameter) for parameter in module.state_dict()}
+    assert set(names.values()) == set(stored), "every weight of the spec is a parameter of the eager module"
+    state = {parameter: stored[name] for parameter, name in names.items()}
     module.load_state_dict(state, assign=True)
     return module.eval().requires_grad_(False)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from exporter.common.errors import InputError
 
-LARGEST_COUNT = 2**31 - 1  # sizes beyond it are mistakes, and overflow what tensors can index
-MOST_LAYERS = 10_000  # every layer is listed tensor by tensor, on the word of a file
-LARGEST_WHOLE = 2**53  # whole numbers beyond it are not those that a float holds
+LARGEST_COUNT = 2**31 - 1  # larger sizes are mistakes, and tensors cannot index them
+MOST_LAYERS = 10_000  # a file decides the number, and every tensor of every layer is listed
+LARGEST_WHOLE = 2**53  # a float does not hold every larger whole number
 
 
 def short(value: object) -> str:
-    """A value for a message; what a hostile file holds may be very long."""
+    """Returns a value as text for a message, shortened: a hostile file may hold very long values."""
     try:
         text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number of over 30 digits"
     except RecursionError:
@@ -39,7 +39,7 @@ def _check_number(subject: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1 frequency scaling ("llama3"): long wavelengths are slowed by `factor`, short ones are kept.
+    """Llama 3.1 frequency scaling ("llama3"): long wavelengths are slowed by `factor`, short wavelengths are kept.
 
     Attributes:
         factor: divisor of the frequencies whose wavelength exceeds `original_context_length / low_freq_factor`.
@@ -61,8 +61,9 @@ class RopeScaling:
             raise InputError(f"rope_scaling factor: got {self.factor}, expected at least 1")
         if self.low_freq_factor >= self.high_freq_factor:
             raise InputError(
-                f"rope_scaling: got low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}, "
-                "expected 0 < low < high; the blend between both bands is undefined otherwise"
+                f"rope_scaling: got low_freq_factor {self.low_freq_factor} "
+                f"and high_freq_factor {self.high_freq_factor}, expected 0 < low < high; "
+                "the blend between both bands is undefined otherwise"
             )
 
 
@@ -109,8 +110,8 @@ class ModelConfig:
             raise InputError(f"config rope_scaling: got {self.rope_scaling!r}, expected a RopeScaling or None")
         if self.n_heads % self.n_kv_heads:
             raise InputError(
-                f"config heads: got n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}, expected n_heads to be a multiple "
-                "of n_kv_heads; each KV head serves the same number of query heads"
+                f"config heads: got n_heads {self.n_heads} and n_kv_heads {self.n_kv_heads}, "
+                "expected n_heads to be a multiple of n_kv_heads; each KV head serves the same number of query heads"
             )
         if self.head_dim % 2:
             raise InputError(
@@ -128,7 +129,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict) -> ModelConfig:
-        """Reads what `to_dict` wrote; unknown and missing keys are refused.
+        """Reads a config that `to_dict` wrote, and refuses unknown and missing keys.
 
         Raises:
             InputError: a key is unknown or missing, or the values contradict each other.
@@ -154,10 +155,10 @@ def _known_keys(kind: type, data: object, subject: str) -> dict:
 
 @dataclass(frozen=True)
 class WidthRule:
-    """How a Llama MLP's width follows from the hidden size d (Meta's reference code, FeedForward).
+    """The rule that gives the width of a Llama MLP from the hidden size (FeedForward in Meta's reference code).
 
     Attributes:
-        multiplier: `ffn_dim_multiplier`; None skips that step.
+        multiplier: `ffn_dim_multiplier`; None skips its step.
         multiple_of: the width is rounded up to a multiple of this.
     """
 
@@ -165,7 +166,7 @@ class WidthRule:
     multiple_of: int
 
     def steps(self, hidden_size: int) -> list[tuple[str, int]]:
-        """The derivation, one (calculation, result) pair a step; the last result is the width."""
+        """The derivation as (calculation, result) pairs, one for each step; the last result is the width."""
         quadruple = 4 * hidden_size
         width = 2 * quadruple // 3
         steps = [(f"4 × {hidden_size:,}", quadruple), (f"⌊2/3 × {quadruple:,}⌋", width)]
@@ -178,7 +179,7 @@ class WidthRule:
         return steps
 
     def width(self, hidden_size: int) -> int:
-        """The MLP width of a model of this hidden size."""
+        """The MLP width of a model with this hidden size."""
         return self.steps(hidden_size)[-1][1]
 
 
@@ -236,13 +237,14 @@ CATALOGUE: dict[str, ModelConfig] = {
 
 
 def lookup(name: str) -> ModelConfig:
-    """The catalogue's config of that name.
+    """Returns the config of a model in the catalogue.
 
     Raises:
-        InputError: no such model; the message lists those there are.
+        InputError: the catalogue has no such model; the message lists its models.
     """
     if name not in CATALOGUE:
+        known = ", ".join(CATALOGUE)
         raise InputError(
-            f"model: got {name!r}, expected one of {', '.join(CATALOGUE)}; for another model give its --checkpoint folder"
+            f"model: got {name!r}, expected one of {known}; for another model give its --checkpoint folder"
         )
     return CATALOGUE[name]

@@ -14,7 +14,7 @@ from exporter.common.errors import InputError
 
 @dataclass(frozen=True)
 class DType:
-    """One floating-point type under the three names the field gives it."""
+    """One floating-point type under its three names."""
 
     name: str  # on the command line and in manifests
     numpy: np.dtype
@@ -52,20 +52,20 @@ _BITS = {
 
 
 def stored_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor in a file, by its dtype's name; integers of 4 bits lie two a byte."""
+    """Bytes of a tensor in a file, by its dtype's name; two integers of 4 bits share a byte."""
     return -(-math.prod(shape) * _BITS[dtype] // 8)
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype of a tensor spec's dtype name; "fp64" exists for references only, no graph is exported in it."""
+    """Returns the numpy dtype for the dtype name of a tensor spec. "fp64" is for references only; no graph has it."""
     return DTYPES[name].numpy if name in DTYPES else np.dtype({"fp64": "float64"}.get(name, name))
 
 
 def lookup_dtype(name: str) -> DType:
-    """The dtype of that name.
+    """Returns the dtype with that name.
 
     Raises:
-        InputError: no such dtype; the message lists those there are.
+        InputError: no dtype has that name; the message lists the names.
     """
     if name not in DTYPES:
         raise InputError(f"dtype: got {name!r}, expected one of {', '.join(DTYPES)}")

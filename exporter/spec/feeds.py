@@ -1,4 +1,4 @@
-"""The feeds of one causal step: positions, write indices and mask from lengths alone. Used by runtime and validation alike."""
+"""The feeds of one causal step: positions, write indices and mask from lengths alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 def step_feeds(
     name: str, x: Any, past_lens: np.ndarray, seq_lens: np.ndarray, left_pad: np.ndarray | int = 0
 ) -> dict[str, Any]:
-    """Feeds of one step over right-padded rows.
+    """Returns the feeds of one step over right-padded rows.
 
     Args:
-        name: the graph's first input, "input_ids" or "hidden_states".
-        x: int64 [B, T] token ids or hidden states [B, T, E]; row b is real up to seq_lens[b], padding beyond.
-            An array, or what the stepper takes in its place.
-        past_lens: int64 [B], cache rows in use before the step.
-        seq_lens: int64 [B], new tokens of each row, 1 to T.
-        left_pad: int64 [B] or 0, leading cache rows of each sequence that are padding.
+        name: name of the graph's first input, "input_ids" or "hidden_states".
+        x: token ids int64 [B, T] or hidden states [B, T, E]. Row b is real up to seq_lens[b] and padding from there on.
+            It is an array, or a tensor of the stepper's own kind.
+        past_lens: int64 [B], the cache rows in use before the step.
+        seq_lens: int64 [B], the new tokens of each row, 1 to T.
+        left_pad: int64 [B] or 0, the leading cache rows of each sequence that are padding.
 
     Returns:
         `name`, `position_ids` int64 [B, T] (0 at pads), `write_indices` int64 [B],

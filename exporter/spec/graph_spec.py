@@ -18,8 +18,8 @@ from exporter.spec.weight_formats import WeightFormat
 class GraphSpec:
     """What is exported, without the values of its weights. Equal specs give equal graphs.
 
-    The constructor checks nothing: a manifest builds a spec from a file first and checks it afterwards. `checked` is for
-    values that a user gave.
+    The constructor checks nothing: a manifest builds a spec from a file first and checks it afterwards. `checked` is
+    for values that a user gave.
 
     Attributes:
         config: the geometry of the whole model.

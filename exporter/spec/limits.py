@@ -14,10 +14,10 @@ CACHE_ALIGNMENT_BYTES = 256
 
 
 def check_max_positions(max_positions: int | None, config: ModelConfig) -> int:
-    """The number of positions a graph is exported for; None means the default, or the context where that is shorter.
+    """Returns the positions a graph is exported for; None means the default, or the context where that is shorter.
 
     Raises:
-        InputError: it is below 1 or beyond the model's context.
+        InputError: the number is below 1 or beyond the model's context.
     """
     if max_positions is None:
         return min(DEFAULT_MAX_POSITIONS, config.context_length)
@@ -29,18 +29,20 @@ def check_max_positions(max_positions: int | None, config: ModelConfig) -> int:
 
 
 def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype: str, max_positions: int) -> int:
-    """The cache rows to allocate per sequence: rounded up so that a sequence's stride is a multiple of 256 bytes.
+    """Returns the cache rows per sequence, rounded up so that the stride of a sequence is a multiple of 256 bytes.
 
-    None means the smaller of 2,048 and `max_positions`, rounded down: never a model's whole context by accident.
+    None means the smaller of 2,048 and `max_positions`, rounded down, so that nobody allocates a whole context by
+    accident.
 
     Raises:
-        InputError: it is below 1, or beyond the positions the graph was exported for, or no capacity fits those.
+        InputError: the number is below 1 or beyond the positions the graph was exported for, or no capacity fits those.
     """
     step = cache_capacity_step(config, dtype)
     largest = max_positions // step * step
     if largest == 0:
         raise InputError(
-            f"cache_capacity: this graph was exported for {max_positions} positions and a cache holds a multiple of {step}; "
+            f"cache_capacity: this graph was exported for {max_positions} positions "
+            f"and a cache holds a multiple of {step}; "
             f"export again with --max-positions of at least {step}"
         )
     if cache_capacity is None:
@@ -51,17 +53,19 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
     if capacity > max_positions:
         rounded = "" if capacity == cache_capacity else f", {capacity} once rounded up to a multiple of {step}"
         raise InputError(
-            f"cache_capacity: got {cache_capacity}{rounded}, expected at most {max_positions}, the positions this graph was exported "
-            f"for; ask for at most {largest} or export again with a larger --max-positions"
+            f"cache_capacity: got {cache_capacity}{rounded}, expected at most {max_positions}, "
+            f"the positions this graph was exported for; ask for at most {largest} "
+            "or export again with a larger --max-positions"
         )
     return capacity
 
 
 def cache_capacity_step(config: ModelConfig, dtype: str) -> int:
-    """Cache capacities come in multiples of this, so that each sequence's cache begins 256-byte aligned."""
+    """The number that cache capacities are a multiple of: the cache of each sequence then begins 256-byte aligned."""
     row_bytes = config.n_kv_heads * config.head_dim * DTYPES[dtype].n_bytes
     return CACHE_ALIGNMENT_BYTES // math.gcd(row_bytes, CACHE_ALIGNMENT_BYTES)
 
 
 def is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

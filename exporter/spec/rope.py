@@ -20,7 +20,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None)
 
 
 def _scale_llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Slows long wavelengths by `factor`, keeps short ones, blends between (Llama 3.1's `use_scaled_rope`)."""
+    """Slows long wavelengths by `factor`, keeps short ones, and blends between them (Llama 3.1's `use_scaled_rope`)."""
     turns = scaling.original_context_length * freqs / (2 * math.pi)  # turns within the original context
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)  # 0: slowed, 1: kept
@@ -30,7 +30,7 @@ def _scale_llama3(freqs: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 def rotation_table(config: ModelConfig, max_positions: int) -> np.ndarray:
     """The rotation R of every position: float32 [2 · max_positions, D/2, 2], (cos, sin) last.
 
-    Angles are taken in float64 and rounded once: in half precision cos is off by more than 0.7 at position 4,095.
+    Angles are computed in float64 and rounded once: in half precision, cos is off by more than 0.7 at position 4,095.
     """
     angles = np.outer(
         np.arange(2 * max_positions), frequencies(config.head_dim, config.rope_theta, config.rope_scaling)

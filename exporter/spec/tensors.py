@@ -1,6 +1,7 @@
 """The graph contract: name, dtype and symbolic axes of every input and output.
 
-Shape letters: B batch, T new tokens, P past, L = total length read, C capacity, H query heads, K KV heads, D head_dim, E hidden.
+Shape letters: B batch, T new tokens, P past, L total length read, C cache capacity, H query heads, K KV heads, D
+head_dim, E hidden size.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.unit import Bounds, Unit
 
 OPSET = 24
-IR_VERSION = 12  # the first that may carry opset 24
+IR_VERSION = 12  # the first version that may have opset 24
 BATCH = "batch_size"
 SEQUENCE = "sequence_length"
 TOTAL = "total_sequence_length"  # cache rows this step reads
-PAST = "past_sequence_length"  # cache rows before this step, of a cache that grows
+PAST = "past_sequence_length"  # cache rows before this step, where the cache grows
 CAPACITY = "cache_capacity"  # cache rows allocated
 
 
@@ -29,7 +30,7 @@ class TensorSpec:
     axes: tuple[int | str, ...]
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The axes with a size in place of each symbol."""
+        """Returns the axes with a size in place of each symbol."""
         return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self.axes)
 
     def to_dict(self) -> dict:
@@ -67,7 +68,7 @@ class Contract:
         return tuple(spec for spec in self.outputs if spec.name not in present)
 
     def in_dtype(self, dtype: str, other: str) -> Contract:
-        """The same contract with every tensor of one dtype in another: what a graph's float32 twin keeps."""
+        """The same contract with every tensor of `dtype` in `other`: the contract of a graph's float32 twin."""
 
         def renamed(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
             return tuple(
@@ -78,7 +79,7 @@ class Contract:
 
 
 def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
-    """The contract of one unit's graph."""
+    """Returns the contract of one unit's graph."""
     if unit.component is not None:
         return _component_contract(config, unit.component, dtype)
     if unit.kind == "model":
@@ -110,9 +111,9 @@ def graph_contract(config: ModelConfig, unit: Unit, dtype: str) -> Contract:
 
 
 def part_contract(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -> Contract:
-    """The contract of one part's graph: the unit's, between hidden states where others come before or after it.
+    """Returns the contract of one part's graph: hidden states go in or out where another part is beside it.
 
-    Cache tensors keep the unit's numbers.
+    Cache tensors keep the numbers of the whole unit.
     """
     whole = graph_contract(config, unit, dtype)
     hidden = (BATCH, SEQUENCE, config.hidden_size)
@@ -130,7 +131,7 @@ def part_contract(config: ModelConfig, unit: Unit, dtype: str, bounds: Bounds) -
 def _growing_contract(
     config: ModelConfig, unit: Unit, dtype: str, first_input: TensorSpec, output: TensorSpec
 ) -> Contract:
-    """Past and present are tensors apart, so there are no cache pairs; names and order are those of optimum's exports."""
+    """Past and present are separate tensors, without cache pairs. Names and order are those of optimum's exports."""
     names = [f"{layer}.{kind}" for layer in range(unit.n_layers) for kind in ("key", "value")]
 
     def cache(name: str, length: str) -> TensorSpec:

@@ -22,12 +22,12 @@ class Unit:
 
     Attributes:
         kind: "component", "block", "stack" or "model".
-        component: its name where the kind is "component", else None.
+        component: name of the component where the kind is "component", else None.
         first_layer: index, in the model, of the first block covered; blocks are numbered from 0 inside the graph.
         n_layers: blocks covered; 1 for a component.
         logits: for a model, "last" (each row's last real token) or "all".
-        cache: "in_place", one buffer per tensor of a fixed capacity; or for a model "growing", a past of P rows in and a
-            present of P + T rows out, as optimum and onnxruntime-genai drive it.
+        cache: "in_place" is one buffer per tensor with a fixed capacity. "growing", for a model, is a past of P rows
+            in and a present of P + T rows out, as optimum and onnxruntime-genai use it.
     """
 
     kind: str
@@ -46,10 +46,10 @@ class Unit:
         logits: str | None = None,
         cache: str = "in_place",
     ) -> Unit:
-        """Reads `--unit`, `--layers`, `--logits` and `--cache` as a user writes them; logits are by default those the cache asks for.
+        """Reads a unit, layers, logits and cache as a user writes them; the cache decides the default logits.
 
         Raises:
-            InputError: an unknown unit or component, or layers that this model or unit does not have.
+            InputError: the unit or component is unknown, or this model or unit does not have the layers.
         """
         kind, _, component = text.partition(":")
         if kind not in UNIT_KINDS or (":" in text and kind != "component"):
@@ -60,7 +60,8 @@ class Unit:
             raise InputError(f"cache: got {cache!r}, expected one of {', '.join(CACHES)}")
         if cache == "growing" and (kind != "model" or logits == "last"):
             raise InputError(
-                f"cache: got growing for unit {text} with logits {logits or 'all'}, expected a model with all logits, as its drivers"
+                f"cache: got growing for unit {text} with logits {logits or 'all'}, "
+                "expected a model with all logits, as its drivers"
             )
         logits = logits or ("all" if cache == "growing" else "last")
         if logits not in LOGITS:
@@ -73,7 +74,8 @@ class Unit:
         first, stop = _parse_layers(layers, config.n_layers, single)
         if single and stop - first != 1:
             raise InputError(
-                f"layers: got {layers!r} for unit {text}, expected one layer such as {first}:{first + 1}; use --unit stack for several"
+                f"layers: got {layers!r} for unit {text}, expected one layer such as {first}:{first + 1}; "
+                "use --unit stack for several"
             )
         if kind == "model" and first:
             raise InputError(
@@ -83,7 +85,7 @@ class Unit:
 
     @property
     def has_cache(self) -> bool:
-        """Whether it decodes over a cache of its own, updated in place."""
+        """Whether the unit decodes over its own cache, updated in place."""
         return self.kind != "component" and self.cache == "in_place"
 
     def __str__(self) -> str:
@@ -104,14 +106,14 @@ def _parse_layers(layers: str | None, n_layers: int, single: bool) -> tuple[int,
     return bounds
 
 
-Bounds = tuple[int, int]  # first layer of a part and the one after its last, counted within the unit
+Bounds = tuple[int, int]  # first layer of a part of a model, and the layer after its last, counted within the unit
 
 
 def part_bounds(n_layers: int, n_parts: int) -> tuple[Bounds, ...]:
-    """Consecutive parts of nearly equal length; longer ones come first.
+    """Cuts layers into consecutive parts of nearly equal length; longer parts come first.
 
     Raises:
-        InputError: fewer than one part, or more parts than layers.
+        InputError: n_parts is below 1 or above the number of layers.
     """
     if not is_count(n_parts) or n_parts > n_layers:
         raise InputError(f"parts: got {n_parts!r}, expected 1 to {n_layers}, the layers of this unit")

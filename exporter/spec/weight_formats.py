@@ -10,20 +10,23 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.limits import is_count
 
 WEIGHT_FORMATS = ("int8", "int4", "uint8", "uint4")
-QUANTIZED_PARTS = ("integers", "scales", "zero_points")  # the tensors that a DequantizeLinear makes a weight of
+# The roles of the tensors that DequantizeLinear computes a weight from, in its order.
+QUANTIZED_TENSORS = ("integers", "scales", "zero_points")
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How matrices are stored where it is not in the bundle's dtype: integers of few bits, with one scale a block of inputs.
+    """An integer format of matrices: few bits, with one scale for each block of inputs.
 
-    A weight is (integer − zero point) · scale. Blocks lie along a matrix's inputs; scales are in the bundle's dtype. Activations,
-    norms, the embedding and the cache stay in the bundle's dtype. The output head always has 8 bits (`of`): at 4 it costs more
-    agreement than all blocks together, and saves little.
+    A weight is (integer − zero point) · scale. Blocks run along the inputs of a matrix, and scales are in the dtype
+    of the graph. Activations, norms, the embedding and the cache stay in that dtype. The output head always has 8
+    bits (`of`): at 4 it costs more agreement than all blocks together, and saves little.
 
     Attributes:
-        dtype: "int8" or "int4", whose zero points are 0, as TensorRT wants them; "uint8" or "uint4", one zero point a block.
-        block_size: weights of one output that share a scale; a power of two of at least 16, as onnxruntime's kernels have them.
+        dtype: "int8" and "int4" have zero points of 0, as TensorRT needs; "uint8" and "uint4" have one zero point a
+            block.
+        block_size: number of weights of one output that share a scale. The kernels of onnxruntime need a power of two
+            of at least 16.
     """
 
     dtype: str
@@ -38,7 +41,7 @@ class WeightFormat:
         return not self.dtype.startswith("u")
 
     def of(self, weight: str) -> WeightFormat:
-        """The format of one weight, by canonical name."""
+        """Returns the format of one weight, by canonical name."""
         return replace(self, dtype=self.dtype.replace("4", "8")) if weight == "lm_head.weight" else self
 
     @property
@@ -47,21 +50,21 @@ class WeightFormat:
         return (-(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1) if self.symmetric else (0, 2**self.bits - 1)
 
     def tensors(self, shape: tuple[int, int], dtype: str) -> dict[str, tuple[str, tuple[int, int]]]:
-        """The tensors that a weight consists of, in the order that DequantizeLinear reads them: part → dtype name and shape.
+        """The tensors of a weight in the order that DequantizeLinear reads them: role → dtype name and shape.
 
         Args:
-            shape: of the weight as a graph has it, [in, out].
-            dtype: the graph's.
+            shape: shape of the weight in the graph, [in, out].
+            dtype: dtype name of the graph.
         """
         by_block = (shape[0] // self.block_size, shape[1])
         stored = [(self.dtype, shape), (dtype, by_block), *([] if self.symmetric else [(self.dtype, by_block)])]
-        return dict(zip(QUANTIZED_PARTS, stored, strict=False))
+        return dict(zip(QUANTIZED_TENSORS, stored, strict=False))
 
     def check(self, config: ModelConfig) -> None:
-        """Refuses a format that there is no kernel for, or whose blocks do not divide every matrix's inputs.
+        """Refuses a format without a kernel, or whose blocks do not divide the inputs of every matrix.
 
         Raises:
-            InputError: names what was got and what would fit.
+            InputError: the message names the value and one that fits.
         """
         if self.dtype not in WEIGHT_FORMATS:
             raise InputError(f"weights: got {self.dtype!r}, expected one of {', '.join(WEIGHT_FORMATS)}")
@@ -82,5 +85,5 @@ class WeightFormat:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether a weight of that canonical name is stored in integers where a bundle has a weight format: projections and the output head."""
+    """Whether an integer format covers a weight, by canonical name: projections and the output head."""
     return name.endswith("_proj.weight") or name == "lm_head.weight"

@@ -20,7 +20,7 @@ from exporter.steppers.protocol import HostCache, Stepper
 
 
 def to_torch(array: np.ndarray) -> Tensor:
-    """A tensor over the array's memory; numpy's bfloat16 (ml_dtypes) is torch's."""
+    """Returns a tensor over the array's memory; bfloat16 of ml_dtypes becomes torch.bfloat16."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -34,15 +34,16 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def feed_tensor(feeds: Mapping[str, np.ndarray], spec: TensorSpec) -> Tensor:
-    """One of a step's inputs in its spec's dtype, over the feed's own memory where it has that dtype."""
+    """Returns an input of the step in the dtype of its spec, over the memory of the feed where it has that dtype."""
     return to_torch(np.ascontiguousarray(feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)))
 
 
 class EagerStepper(Stepper[HostCache]):
     """Runs a unit's eager module in one dtype; the cache is host memory that torch writes into directly.
 
-    Feeds of another floating-point dtype are converted: a float32 stepper over weights rounded to half is the reference
-    for half-precision graphs, since half arithmetic itself strays further from it than they do (exporter/validation/tolerances.py).
+    Feeds of another floating-point dtype are converted. A float32 stepper over weights rounded to half is the
+    reference for half-precision graphs: eager half arithmetic differs more from it than they do
+    (exporter/validation/tolerances.py).
     """
 
     backend = "eager"
@@ -54,7 +55,7 @@ class EagerStepper(Stepper[HostCache]):
 
     @classmethod
     def from_weights(cls, spec: GraphSpec, weights: WeightSource) -> EagerStepper:
-        """Fills the eager module from any weight source, such as the checkpoint a bundle is made from."""
+        """Fills the eager module from any source of weights, such as the checkpoint a bundle is made from."""
         return cls(spec, load_eager(spec, weights))
 
     @classmethod
@@ -68,7 +69,7 @@ class EagerStepper(Stepper[HostCache]):
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
     ) -> dict[str, np.ndarray]:
-        """As `Stepper.run`; `see` is called with every named value of the decoder, and what it returns is used from there on."""
+        """As `Stepper.run`. `see` is called with every named value of the decoder, and returns the value to use."""
         inputs = [feed_tensor(feeds, spec) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []

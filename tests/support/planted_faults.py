@@ -1,4 +1,4 @@
-"""Faults planted into an exported graph, each of a kind that is reported in the field; every one leaves valid ONNX."""
+"""Faults planted into an exported graph. Users have reported each kind, and the graph stays valid ONNX."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle.bundle import Bundle, sha256_of
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
-from exporter.graph.weight_reader import _places
+from exporter.graph.weight_reader import weight_places
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
 
 
 def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], None] | None = None) -> Bundle:
-    """A copy of a bundle with an edited graph whose manifest says that all is well.
+    """Returns a copy of a bundle with an edited graph and a manifest that matches the edited files.
 
-    It is not opened: opening refuses operators and outputs that no export has, and here later stages are to find them.
+    The copy is read, not opened: opening refuses operators that no export has, and later stages must find them.
     """
     import json
 
@@ -33,7 +33,7 @@ def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], No
     for name in (GRAPH_FILE, DATA_FILE):
         manifest["files"][name] = {"size_bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
-    return Bundle.read(folder)  # opening it would refuse some faults before the check that is meant to find them
+    return Bundle.read(folder)  # opening would refuse some faults before the check under test
 
 
 def node_of(model: onnx.ModelProto, output: str) -> NodeProto:
@@ -61,7 +61,7 @@ def attention_of(model: onnx.ModelProto, layer: int) -> NodeProto:
     return node_of(model, f"blocks.{layer}.attention.heads")
 
 
-# --- the faults ------------------------------------------------------------------------------------------------------------
+# --- the faults -------------------------------------------------------------------------------------------------------
 
 
 def upper_left_mask(model: onnx.ModelProto, layer: int) -> None:
@@ -150,7 +150,7 @@ def shifted_cache_row(model: onnx.ModelProto, layer: int) -> None:
 
 
 def softmax_in_half(model: onnx.ModelProto, layer: int) -> None:
-    """Attention in single operators, every one of them rounded to half, the exponentials and their sum included."""
+    """Attention in single operators, each rounded to half, also the exponentials and their sum."""
     node = attention_of(model, layer)
     queries, keys, values, mask = node.input
     add_constant(model, "planted.heads", np.array([0, 0, 1, 1], np.int64))
@@ -181,8 +181,10 @@ def softmax_in_half(model: onnx.ModelProto, layer: int) -> None:
 
 
 def causal_with_key_lengths(model: onnx.ModelProto) -> None:
-    """The standard spelling of cached attention in every layer: is_causal and nonpad_kv_seqlen, no mask. onnxruntime
-    computes it as the standard says; TensorRT's parser drops the lengths and masks from the upper left."""
+    """Cached attention in every layer as the standard writes it: is_causal and nonpad_kv_seqlen, without a mask.
+
+    onnxruntime computes it as the standard says. TensorRT's parser drops the lengths and masks from the upper left.
+    """
     add_constant(model, "planted.axis", np.array([1], np.int64))
     lengths = helper.make_node(
         "ReduceSum", ["attention_mask", "planted.axis"], ["planted.lengths"], name="planted.lengths", keepdims=0
@@ -197,9 +199,9 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
 
 
 def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
-    """Multiplies one weight of a (copied) bundle, by its name in the graph's numbering, in place in its data file."""
+    """Multiplies one weight of a copied bundle in its data file; the name has the layer numbers of the graph."""
     model = onnx.load(bundle.graph_path, load_external_data=False)
-    held = ((tensor, dict(_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
+    held = ((tensor, dict(weight_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
     tensor, outputs = next((tensor, places[name].outputs) for tensor, places in held if name in places)
     where = {entry.key: entry.value for entry in tensor.external_data}
     data = np.memmap(bundle.folder / DATA_FILE, dtype=np.uint8, mode="r+")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exporter.costs.ledger import Ledger
-from exporter.model.block import component, eager_module
+from exporter.model.components import component, eager_module
 from exporter.spec.catalogue import CATALOGUE, WIDTH_RULES, ModelConfig, lookup
 from exporter.spec.unit import COMPONENTS, Unit
 

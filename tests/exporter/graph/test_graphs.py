@@ -1,4 +1,4 @@
-"""Every exported graph keeps the contract, holds no size of the tracing example, and equals a graph traced in one piece."""
+"""Every exported graph keeps the contract, has no size of the tracing example, and equals a graph traced at once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.graph import fused_decoder as traced
 from exporter.graph.assemble import assemble
+from exporter.graph.cache_forms import InPlaceCache
 from exporter.graph.contract_check import check_graph
 from exporter.graph.fragments import EXAMPLE_SIZES, Fragment, Piece, _trace, trace_fragments
 from exporter.graph.pieces import block_piece, head_piece, prologue_piece
@@ -106,8 +107,9 @@ def test_a_models_interface_is_the_documented_one(tiny_bundle, logits, expected)
 def test_values_are_named_by_block_and_operation(tiny_bundle):
     values = {output for node in load(tiny_bundle("stack", "fp16")).graph.node for output in node.output}
     operations = (
-        "attention_norm attention.q_proj attention.k_proj attention.v_proj attention.reshape_q attention.reshape_k attention.reshape_v "
-        "attention.q_heads attention.k_heads attention.rope_q attention.rope_k attention.heads attention.merged attention.o_proj "
+        "attention_norm attention.q_proj attention.k_proj attention.v_proj "
+        "attention.reshape_q attention.reshape_k attention.reshape_v attention.q_heads attention.k_heads "
+        "attention.rope_q attention.rope_k attention.heads attention.merged attention.o_proj "
         "attention.residual ffn_norm mlp.gate_proj mlp.up_proj mlp.product mlp.down_proj"
     )
     assert {f"blocks.{i}.{name}" for i in range(3) for name in operations.split()} <= values
@@ -131,7 +133,7 @@ def test_tied_weights_are_stored_once():
         assert ("lm_head.weight" in names) is not tied
 
 
-# --- sizes of the tracing example must not leak ---------------------------------------------------------------------------
+# --- sizes of the tracing example must not leak -----------------------------------------------------------------------
 
 CAPACITY_ROWS = 16
 FULL = None  # a past length that leaves room for exactly this step's tokens
@@ -169,7 +171,7 @@ def test_every_shape_of_the_grid_equals_eager(tiny_bundle, unit):
         np.testing.assert_allclose(got_cache, expected_cache, atol=1e-4)
 
 
-# --- assembled from fragments = traced in one piece -----------------------------------------------------------------------
+# --- assembled from fragments = traced in one piece -------------------------------------------------------------------
 
 
 class OnePiece(nn.Module):
@@ -178,8 +180,8 @@ class OnePiece(nn.Module):
     def __init__(self, unit: Unit):
         super().__init__()
         self.unit = unit
-        self.prologue = traced.Prologue(TINY, MAX_POSITIONS)
-        self.blocks = nn.ModuleList(traced.TracedBlock(TINY, False) for _ in range(unit.n_layers))
+        self.prologue = traced.Prologue(TINY, MAX_POSITIONS, InPlaceCache())
+        self.blocks = nn.ModuleList(traced.TracedBlock(TINY, False, InPlaceCache()) for _ in range(unit.n_layers))
         if unit.kind == "model":
             self.embedding, self.epilogue = traced.Embedding(TINY), traced.Head(TINY, unit.logits, transposed=False)
         else:
@@ -203,7 +205,7 @@ class Flat(OnePiece):
 
 
 def structure(graph: ir.Graph) -> list[str]:
-    """A hash of each output that depends on operators, attributes and wiring, not on names: equal hashes, equal graphs."""
+    """A hash of each output, from operators, attributes and wiring and not from names: equal hashes, equal graphs."""
     digests: dict[ir.Value, str] = {}
 
     def digest(text: str) -> str:
@@ -251,10 +253,11 @@ def text(fragment: Fragment) -> list[str]:
     names = {value: f"input {i}" for i, value in enumerate(fragment.graph.inputs)}
     names |= {value: name for name, value in fragment.parameters.items()}
     names |= {value: f"constant {value.const_value.numpy().tolist()}" for value in fragment.constants}
-    return [
-        f"{node.name} {node.op_type} {[value and names.get(value, value.name) for value in node.inputs]} {[str(v) for v in node.outputs]}"
-        for node in fragment.graph
-    ]
+    lines = []
+    for node in fragment.graph:
+        inputs = [value and names.get(value, value.name) for value in node.inputs]
+        lines.append(f"{node.name} {node.op_type} {inputs} {[str(value) for value in node.outputs]}")
+    return lines
 
 
 def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
@@ -307,7 +310,7 @@ def test_every_ratio_of_heads_validates_in_a_graph(tmp_path, n_kv_heads):
     np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-# --- planted faults -------------------------------------------------------------------------------------------------------
+# --- planted faults ---------------------------------------------------------------------------------------------------
 
 
 def damage_is_causal(graph):

@@ -1,4 +1,4 @@
-"""Opening and verify hold the tensors of weights in integers against the manifest's format: every lie about them is refused by name."""
+"""Opening and verify compare integer weights with the format in the manifest, and refuse every difference by name."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_bundles_of_every_format_open_and_verify(originals, name):
     assert verify_bundle(originals / name).problems == ()
 
 
-def tensor(model, part, weight=UP):
-    return next(t for t in model.graph.initializer if t.name == f"{weight}.{part}")
+def tensor(model, role, weight=UP):
+    return next(t for t in model.graph.initializer if t.name == f"{weight}.{role}")
 
 
 def attribute(model, name):
@@ -51,42 +51,72 @@ def attribute(model, name):
 
 
 def in_the_graph(model):
-    """The scales' bytes in the graph file; where they were stays."""
+    """Puts the bytes of the scales into the graph file; the data file keeps their place."""
     scales = tensor(model, "scales")
     scales.ClearField("external_data")
     scales.data_location = TensorProto.DEFAULT
     scales.raw_data = bytes(scales.dims[0] * scales.dims[1] * 2)
 
 
-def give_to_a_stranger(model):
-    node_of(model, UP).output[0] = "stranger"
+def rename_the_weight(model):
+    node_of(model, UP).output[0] = "other"
     for node in model.graph.node:
-        node.input[:] = ["stranger" if name == UP else name for name in node.input]
+        node.input[:] = ["other" if name == UP else name for name in node.input]
 
 
+def attribute_set(name, field, value):
+    return lambda model: setattr(attribute(model, name), field, value)
+
+
+def attribute_added(name, value):
+    return lambda model: node_of(model, UP).attribute.append(helper.make_attribute(name, value))
+
+
+def dims_set(role, *dims):
+    return lambda model: tensor(model, role).dims.__setitem__(slice(None), dims)
+
+
+def type_set(role, number, weight=UP):
+    return lambda model: setattr(tensor(model, role, weight), "data_type", number)
+
+
+def reader_added(op_type, role, **attributes):
+    node = helper.make_node(op_type, [f"{UP}.{role}"], ["leak"], **attributes)
+    return lambda model: model.graph.node.append(node)
+
+
+def initializer_added(**fields):
+    return lambda model: model.graph.initializer.append(TensorProto(**fields))
+
+
+DOWN_SCALES = f"{UP.replace('gate_up', 'down')}.scales"
+INT4, INT8 = TensorProto.INT4, TensorProto.INT8
 CHANGES = {
-    "block size": (lambda m: setattr(attribute(m, "block_size"), "i", 16), f"{UP} is made with {{'axis': 0, 'block_size': 16}}"),
-    "axis": (lambda m: setattr(attribute(m, "axis"), "i", 1), f"{UP} is made with {{'axis': 1"),
-    "axis is no whole number": (lambda m: setattr(attribute(m, "axis"), "type", 1), "an attribute of another type than it says"),
-    "axis missing": (lambda m: node_of(m, UP).attribute.remove(attribute(m, "axis")), f"{UP} is made with {{'block_size'"),
-    "axis twice": (lambda m: node_of(m, UP).attribute.append(helper.make_attribute("axis", 0)), "the attribute 'axis' is given twice"),
-    "another dtype": (lambda m: node_of(m, UP).attribute.append(helper.make_attribute("output_dtype", 1)), f"{UP} is made with"),
+    "block size": (attribute_set("block_size", "i", 16), f"{UP} is made with {{'axis': 0, 'block_size': 16}}"),
+    "axis": (attribute_set("axis", "i", 1), f"{UP} is made with {{'axis': 1"),
+    "axis is no whole number": (attribute_set("axis", "type", 1), "an attribute of another type than it says"),
+    "axis missing": (
+        lambda m: node_of(m, UP).attribute.remove(attribute(m, "axis")),
+        f"{UP} is made with {{'block_size'",
+    ),
+    "axis twice": (attribute_added("axis", 0), "the attribute 'axis' is given twice"),
+    "another dtype": (attribute_added("output_dtype", 1), f"{UP} is made with"),
     "no zero points": (lambda m: node_of(m, UP).input.pop(), f"{UP} is made of"),
-    "others' scales": (lambda m: node_of(m, UP).input.__setitem__(1, f"{UP.replace('gate_up', 'down')}.scales"), f"{UP} is made of"),
-    "of another name": (give_to_a_stranger, "stranger.integers: dims []"),
-    "not whole blocks": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [48, 256]), f"{UP}.integers: dims [48, 256]"),
-    "a vector": (lambda m: tensor(m, "integers").dims.__setitem__(slice(None), [64 * 192]), f"{UP}.integers: dims [12288]"),
-    "scales turned": (lambda m: tensor(m, "scales").dims.__setitem__(slice(None), [192, 2]), f"{UP}.scales: fp16 [192, 2], expected fp16 [2, 192]"),
-    "scales of another dtype": (lambda m: setattr(tensor(m, "scales"), "data_type", 16), f"{UP}.scales: bf16"),
-    "signed": (lambda m: setattr(tensor(m, "integers"), "data_type", TensorProto.INT4), f"{UP}.integers: int4 [64, 192], expected uint4"),
-    "zero points signed": (lambda m: setattr(tensor(m, "zero_points"), "data_type", TensorProto.INT4), f"{UP}.zero_points: int4"),
-    "head signed": (lambda m: setattr(tensor(m, "integers", HEAD), "data_type", TensorProto.INT8), f"{HEAD}.integers: int8 [64, 101]"),
+    "others' scales": (lambda m: node_of(m, UP).input.__setitem__(1, DOWN_SCALES), f"{UP} is made of"),
+    "of another name": (rename_the_weight, "other.integers: dims []"),
+    "not whole blocks": (dims_set("integers", 48, 256), f"{UP}.integers: dims [48, 256]"),
+    "a vector": (dims_set("integers", 64 * 192), f"{UP}.integers: dims [12288]"),
+    "scales transposed": (dims_set("scales", 192, 2), f"{UP}.scales: fp16 [192, 2], expected fp16 [2, 192]"),
+    "scales of another dtype": (type_set("scales", 16), f"{UP}.scales: bf16"),
+    "signed": (type_set("integers", INT4), f"{UP}.integers: int4 [64, 192], expected uint4"),
+    "zero points signed": (type_set("zero_points", INT4), f"{UP}.zero_points: int4"),
+    "head signed": (type_set("integers", INT8, HEAD), f"{HEAD}.integers: int8 [64, 101]"),
     "in the graph": (in_the_graph, f"{UP}.scales: fp16 [2, 192] in the graph, expected fp16"),
-    "another reader": (lambda m: m.graph.node.append(helper.make_node("Cast", [f"{UP}.integers"], ["leak"], to=1)), f"{UP}.integers is read by"),
-    "another reader of scales": (lambda m: m.graph.node.append(helper.make_node("Shape", [f"{UP}.scales"], ["leak"])), f"{UP}.scales is read by"),
-    "nobody reads integers": (lambda m: m.graph.initializer.append(TensorProto(name="x", data_type=3, dims=[1], raw_data=b"1")), "x is part of"),
-    "nobody reads scales": (lambda m: m.graph.initializer.append(TensorProto(name="x.scales", data_type=1, raw_data=b"1234")), "x.scales is part of"),
-}  # fmt: skip
+    "another reader": (reader_added("Cast", "integers", to=1), f"{UP}.integers is read by"),
+    "another reader of scales": (reader_added("Shape", "scales"), f"{UP}.scales is read by"),
+    "nobody reads integers": (initializer_added(name="x", data_type=3, dims=[1], raw_data=b"1"), "x is part of"),
+    "nobody reads scales": (initializer_added(name="x.scales", data_type=1, raw_data=b"1234"), "x.scales is part of"),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)

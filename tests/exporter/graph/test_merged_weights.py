@@ -1,4 +1,4 @@
-"""Projections of one input are stored side by side; read back, each is the checkpoint's own, whatever a graph has merged."""
+"""Projections of one input are stored side by side, and each is read back as the checkpoint has it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_merged_matrix_holds_its_projections_side_by_side(tiny_bundle, merged)
 
 
 def test_a_graph_that_has_them_apart_is_read_too(tmp_path):
-    """Bundles of before have one tensor a projection."""
+    """Older bundles have one tensor for each projection."""
     source = RandomWeights(TINY, 0)
     graph = onnx.GraphProto()
     for name in block_weight_shapes(TINY):
@@ -70,7 +70,7 @@ def test_a_merged_matrix_of_another_width_is_refused(tiny_bundle, heads):
 
 
 def test_the_widths_of_a_split_are_no_shape_unless_something_else_reads_them(tiny_bundle, tmp_path):
-    """What a stranger's graph may ask for is bounded by what its whole numbers multiply to; the widths of a Split do not multiply."""
+    """The product of its numbers bounds the memory of an untrusted graph; the widths of a Split do not multiply."""
     bundle = tiny_bundle("block", "fp32")
     (tmp_path / DATA_FILE).write_bytes((bundle.folder / DATA_FILE).read_bytes())
     model = onnx.load(bundle.graph_path, load_external_data=False)

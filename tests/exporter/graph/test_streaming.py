@@ -23,7 +23,7 @@ from exporter.validation.bundle_validation import validate_bundle
 from tests.conftest import TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
-# 0.8 GB of bf16 weights: whoever held them, and more so in float32, would break the ceiling, which imports alone half fill.
+# 0.8 GB of bf16 weights: an export that kept them in memory would break the ceiling. Imports alone fill half of it.
 DEEP = ModelConfig(
     hidden_size=2048,
     n_layers=6,
@@ -76,10 +76,13 @@ def test_validation_by_layer_passes_what_is_right_and_covers_every_piece(tiny_bu
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
-        ("blocks.1.mlp.up_proj.weight", "layer 1"), ("blocks.2.attention_norm.weight", "layer 2"), ("norm.weight", "output head"),
-        ("lm_head.weight", "output head"), ("embedding.weight", "embedding"),
+        ("blocks.1.mlp.up_proj.weight", "layer 1"),
+        ("blocks.2.attention_norm.weight", "layer 2"),
+        ("norm.weight", "output head"),
+        ("lm_head.weight", "output head"),
+        ("embedding.weight", "embedding"),
     ],
-)  # fmt: skip
+)
 def test_validation_by_layer_names_the_piece_whose_weight_is_wrong(tiny_bundle, tmp_path, name, piece):
     broken = doctored(tiny_bundle("model", "fp16"), tmp_path / "broken")
     scale_weight(broken, name, 1.05)

@@ -47,12 +47,12 @@ def export(folder, name: str, kind: str = "block", dtype: str = "fp32", config: 
     return export_bundle(request, folder / f"{name}-{dtype}", validated=False)
 
 
-# --- rounding ---------------------------------------------------------------------------------------------------------------
+# --- rounding ---------------------------------------------------------------------------------------------------------
 
 
 @FORMATS
 def test_integers_of_the_format_are_kept_as_they_are(name):
-    """A block that lies on the format's own grid comes back to the last bit."""
+    """A block whose values the format can represent comes back to the last bit."""
     weight_format = WeightFormat(name, 32)
     low, high = weight_format.range
     grid = torch.linspace(
@@ -117,7 +117,7 @@ def test_four_bits_are_packed_as_onnx_reads_them(count, signed):
     assert unpack(raw, 4, signed)[:count].tolist() == integers.tolist()
 
 
-# --- graphs -----------------------------------------------------------------------------------------------------------------
+# --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 @FORMATS
@@ -237,7 +237,7 @@ def test_parts_and_slices_have_the_same_integers(tmp_path):
     assert torch.equal(whole.read("blocks.2.mlp.up_proj.weight"), stack.read("blocks.2.mlp.up_proj.weight"))
 
 
-# --- sessions ---------------------------------------------------------------------------------------------------------------
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
 @FORMATS
@@ -255,7 +255,7 @@ def test_a_session_decodes_near_the_exact_graph_and_says_how(tmp_path, name):
     assert 1e-5 < error < 0.15  # activations rounded to 8 bits: 7e-2 was measured; had they not been, it would be 1e-6
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

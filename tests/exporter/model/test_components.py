@@ -10,12 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exporter.model.block import (
-    Attention,
-    MergeProject,
-    PrepareQKV,
-    RepeatKV,
     RMSNorm,
     SwiGLU,
+    attention,
     cache_rows,
     last_token,
     real_tokens,
@@ -24,6 +21,7 @@ from exporter.model.block import (
     update_cache,
     visibility,
 )
+from exporter.model.components import MergeProject, PrepareQKV, component
 from exporter.spec.catalogue import ModelConfig, lookup
 from exporter.spec.rope import rotation_table
 
@@ -41,7 +39,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- prepare_qkv and merge_project -------------------------------------------------------------------------------------
+# --- prepare_qkv and merge_project ------------------------------------------------------------------------------------
 
 
 def test_the_8b_decode_shapes():
@@ -50,7 +48,7 @@ def test_the_8b_decode_shapes():
         x, R = torch.empty(2, 1, 4096), torch.empty(1, 64, 2)
         queries, keys, values = PrepareQKV(config)(x, R)
         cached = torch.empty(2, 8, 1_001, 128)
-        heads = Attention(config)(queries, cached, cached, torch.empty(2, 1, 1, 1_001, dtype=torch.bool))
+        heads = attention(queries, cached, cached, torch.empty(2, 1, 1, 1_001, dtype=torch.bool))
         delta = MergeProject(config)(heads)
     assert queries.shape == (2, 32, 1, 128)
     assert keys.shape == values.shape == (2, 8, 1, 128)
@@ -84,7 +82,7 @@ def test_projections_have_no_bias():
         assert all(name.endswith("_proj.weight") for name, _ in module.named_parameters())
 
 
-# --- repeat_kv ---------------------------------------------------------------------------------------------------------
+# --- repeat_kv --------------------------------------------------------------------------------------------------------
 
 
 def test_repeat_interleaves_heads_and_does_not_tile_them():
@@ -106,7 +104,7 @@ def test_repeat_fills_slots_g_n_rep_to_g_plus_1_n_rep(n_kv_heads, n_rep):
 def test_repeating_once_returns_the_same_object():
     x = noise(1, 2, 4, 4)
     assert repeat_kv(x, 1) is x
-    assert RepeatKV(geometry(n_heads=4, n_kv_heads=4))(x) is x
+    assert component(geometry(n_heads=4, n_kv_heads=4), "repeat_kv")(x) is x
 
 
 def test_writing_into_the_repeated_heads_leaves_the_cache_alone():
@@ -119,10 +117,10 @@ def test_writing_into_the_repeated_heads_leaves_the_cache_alone():
 
 def test_the_component_repeats_by_the_config_s_ratio():
     x = noise(1, 3, 2, 4)
-    assert torch.equal(RepeatKV(geometry())(x), repeat_kv(x, 4))
+    assert torch.equal(component(geometry(), "repeat_kv")(x), repeat_kv(x, 4))
 
 
-# --- swiglu_mlp and rms_norm -------------------------------------------------------------------------------------------
+# --- swiglu_mlp and rms_norm ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("gate", "up", "expected"), [(1.0, 2.0, 1.46212), (2.0, 1.0, 1.76159)])
@@ -179,7 +177,7 @@ def test_rms_norm_casts_back_before_it_weighs():
     assert not torch.equal(module(x), (normed * module.weight.float()).half())
 
 
-# --- attention ---------------------------------------------------------------------------------------------------------
+# --- attention --------------------------------------------------------------------------------------------------------
 
 
 def test_zero_queries_average_the_visible_values():
@@ -188,22 +186,20 @@ def test_zero_queries_average_the_visible_values():
     values = torch.arange(5.0).reshape(1, 1, 5, 1).expand(1, 2, 5, 4)
     attention_mask, rows = torch.ones(1, 5, dtype=torch.int64), cache_rows(torch.tensor([3]), 2)
     mask = visibility(attention_mask, rows, real_tokens(attention_mask, rows))
-    out = Attention(geometry())(queries, keys, values, mask)
+    out = attention(queries, keys, values, mask)
     torch.testing.assert_close(out, torch.tensor([1.5, 2.0]).reshape(1, 1, 2, 1).expand(1, 8, 2, 4))
 
 
 def test_an_upper_left_mask_would_give_other_means():
     """The same step with the mask of a step without past: the values 1.5 and 2.0 above are not a coincidence."""
     values = torch.arange(5.0).reshape(1, 1, 5, 1).expand(1, 2, 5, 4)
-    out = Attention(geometry())(
-        torch.zeros(1, 8, 2, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 2, 5, dtype=torch.bool).tril()
-    )
+    out = attention(torch.zeros(1, 8, 2, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 2, 5, dtype=torch.bool).tril())
     torch.testing.assert_close(out[0, 0, :, 0], torch.tensor([0.0, 0.5]))
 
 
 def test_query_heads_read_their_own_kv_head():
     values = torch.tensor([0.0, 1.0]).reshape(1, 2, 1, 1).expand(1, 2, 5, 4)
-    out = Attention(geometry())(noise(1, 8, 3, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 3, 5, dtype=torch.bool))
+    out = attention(noise(1, 8, 3, 4), noise(1, 2, 5, 4), values, torch.ones(1, 1, 3, 5, dtype=torch.bool))
     torch.testing.assert_close(out[0, :, 2, 3], torch.tensor([0.0, 0, 0, 0, 1, 1, 1, 1]))
 
 
@@ -213,14 +209,14 @@ def test_attention_equals_torch_s_for_every_head_geometry(n_kv_heads):
     mask = torch.rand(2, 1, 3, 7, generator=torch.Generator().manual_seed(3)) < 0.5
     mask[..., 0] = True
     expected = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(Attention(geometry(n_kv_heads=n_kv_heads))(queries, keys, values, mask), expected)
+    torch.testing.assert_close(attention(queries, keys, values, mask), expected)
 
 
 @pytest.mark.parametrize("n_kv_heads", [6, 3, 2, 1])
 def test_attention_equals_an_explicit_loop(n_kv_heads):
     queries, keys, values = noise(1, 6, 3, 4), noise(1, n_kv_heads, 5, 4, seed=1), noise(1, n_kv_heads, 5, 4, seed=2)
     mask = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2)
-    out = Attention(geometry(n_heads=6, n_kv_heads=n_kv_heads))(queries, keys, values, mask)
+    out = attention(queries, keys, values, mask)
     for head in range(6):
         group = head // (6 // n_kv_heads)
         for query in range(3):
@@ -236,9 +232,9 @@ def test_a_query_that_sees_nothing_returns_zero_and_its_neighbour_is_unharmed(dt
         noise(1, heads, length, 4, seed=heads).to(dtype) for heads, length in ((8, 2), (2, 5), (2, 5))
     )
     mask = torch.ones(1, 1, 2, 5, dtype=torch.bool)
-    seeing = Attention(geometry())(queries, keys, values, mask)
+    seeing = attention(queries, keys, values, mask)
     mask[:, :, 0] = False
-    out = Attention(geometry())(queries, keys, values, mask)
+    out = attention(queries, keys, values, mask)
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     assert torch.equal(out[:, :, 1], seeing[:, :, 1])
     assert out.dtype == dtype
@@ -247,9 +243,9 @@ def test_a_query_that_sees_nothing_returns_zero_and_its_neighbour_is_unharmed(dt
 def test_hidden_keys_and_values_change_nothing():
     queries, keys, values = noise(1, 8, 2, 4), noise(1, 2, 5, 4, seed=1), noise(1, 2, 5, 4, seed=2)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], dtype=torch.bool)[None, None]
-    out = Attention(geometry())(queries, keys, values, mask)
+    out = attention(queries, keys, values, mask)
     keys[:, :, 4], values[:, :, 4] = 1e4, -1e4
-    assert torch.equal(Attention(geometry())(queries, keys, values, mask), out)
+    assert torch.equal(attention(queries, keys, values, mask), out)
 
 
 def test_scores_beyond_half_precision_do_not_overflow():
@@ -259,7 +255,7 @@ def test_scores_beyond_half_precision_do_not_overflow():
     values = torch.tensor([3.0, 7.0], dtype=torch.float16).reshape(1, 1, 2, 1).expand(1, 1, 2, 4)
     mask = torch.ones(1, 1, 1, 2, dtype=torch.bool)
     assert (queries @ keys.transpose(-2, -1)).isinf().all()  # what a half-precision product would be
-    out = Attention(geometry(n_heads=1, n_kv_heads=1))(queries, keys, values, mask)
+    out = attention(queries, keys, values, mask)
     assert out.dtype == torch.float16
     assert (out == 3).all()
 
@@ -270,11 +266,11 @@ def test_the_softmax_tells_apart_scores_that_are_equal_in_half_precision():
     keys = torch.tensor([[128.0, 0.0, 0.0, 0.0], [128.0, 2.0, 0.0, 0.0]], dtype=torch.float16).reshape(1, 1, 2, 4)
     values = torch.tensor([0.0, 1.0], dtype=torch.float16).reshape(1, 1, 2, 1).expand(1, 1, 2, 4)
     assert torch.tensor(4_097.0).half() == 4_096
-    out = Attention(geometry(n_heads=1, n_kv_heads=1))(queries, keys, values, torch.ones(1, 1, 1, 2, dtype=torch.bool))
+    out = attention(queries, keys, values, torch.ones(1, 1, 1, 2, dtype=torch.bool))
     assert out[0, 0, 0, 0].item() == pytest.approx(0.7311, abs=5e-4)
 
 
-# --- the cache ---------------------------------------------------------------------------------------------------------
+# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def test_update_cache_writes_each_row_s_own_rows_in_place_and_no_other():
@@ -295,7 +291,7 @@ def test_update_cache_never_writes_past_the_end():
     assert cache.abs().max() == 0
 
 
-# --- masks -------------------------------------------------------------------------------------------------------------
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 def masks(attention_mask: list[list[int]], write_indices: list[int], sequence_length: int) -> tuple[list, list, list]:

@@ -23,9 +23,10 @@ def small(**changes) -> ModelConfig:
     return ModelConfig(**{**SMALL, **changes})
 
 
-# --- the catalogue's table ---------------------------------------------------------------------------------------------
+# --- the catalogue's table --------------------------------------------------------------------------------------------
 
-# model: dim, layers, heads, kv heads, ffn multiplier, multiple of, theta, RoPE factor, context, vocabulary, tied, head_dim, width
+# model: dim, layers, heads, kv heads, ffn multiplier, multiple of, theta, RoPE factor, context, vocabulary, tied,
+# head_dim, width
 TABLE = {
     "llama3-8b": (4096, 32, 32, 8, 1.3, 1024, 500_000, None, 8_192, 128_256, False, 128, 14_336),
     "llama3-70b": (8192, 80, 64, 8, 1.3, 4096, 500_000, None, 8_192, 128_256, False, 128, 28_672),
@@ -79,7 +80,7 @@ def test_an_unknown_model_lists_the_valid_ones():
     assert all(name in str(error.value) for name in TABLE)
 
 
-# --- the MLP width -----------------------------------------------------------------------------------------------------
+# --- the MLP width ----------------------------------------------------------------------------------------------------
 
 
 def test_the_8b_width_follows_in_four_steps():
@@ -100,7 +101,7 @@ def test_a_width_that_is_already_a_multiple_is_not_rounded_up():
     assert WidthRule(None, 256).width(385) == 1_280
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_heads_that_do_not_divide_are_refused_with_both_numbers():
@@ -156,7 +157,7 @@ def test_a_scaling_without_original_context_is_refused():
         RopeScaling(8.0, original_context_length=0)
 
 
-# --- as data -----------------------------------------------------------------------------------------------------------
+# --- as data ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -206,7 +207,7 @@ def test_a_config_that_is_no_object_is_refused():
         ModelConfig.from_dict([])
 
 
-# --- units -------------------------------------------------------------------------------------------------------------
+# --- units ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -275,7 +276,7 @@ def test_a_unit_says_what_it_is(unit, has_cache, text):
     assert str(unit) == text
 
 
-# --- limits ------------------------------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

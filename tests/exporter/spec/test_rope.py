@@ -35,7 +35,7 @@ def rotate_half_split(heads: Tensor, R: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-# --- frequencies -------------------------------------------------------------------------------------------------------
+# --- frequencies ------------------------------------------------------------------------------------------------------
 
 
 def test_frequencies_are_theta_to_the_minus_2i_over_d():
@@ -44,7 +44,7 @@ def test_frequencies_are_theta_to_the_minus_2i_over_d():
     assert frequencies(128, 500_000.0).shape == (64,)
 
 
-# --- scaling -----------------------------------------------------------------------------------------------------------
+# --- scaling ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,10 @@ def test_scaling_divides_long_wavelengths(scaled_by):
 
 
 def test_the_edges_of_the_blend_follow_the_scaling_s_own_numbers():
-    """theta 256, D = 8: frequencies 1, 1/4, 1/16, 1/64; a context of 402,124 is 2π · 64,000: they turn 64,000, 16,000, 4,000 and 1,000 times."""
+    """With theta 256 and D = 8 the frequencies are 1, 1/4, 1/16 and 1/64. A context of 402,124 is 2π · 64,000.
+
+    They turn 64,000, 16,000, 4,000 and 1,000 times in it.
+    """
     scaling = RopeScaling(2.0, low_freq_factor=4_000, high_freq_factor=28_000, original_context_length=402_124)
     assert frequencies(8, 256.0, scaling) == pytest.approx([1.0, 0.75 / 4, 0.5 / 16, 0.5 / 64], rel=1e-5)
 
@@ -83,7 +86,7 @@ def test_the_table_obeys_the_config_s_scaling():
     assert difference[-20:].min() > 0
 
 
-# --- the table ---------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -119,7 +122,7 @@ def test_a_half_precision_table_would_be_off_by_more_than_0_7_at_position_4095()
     assert abs(np.cos(4_095.0) - right) < 1e-7
 
 
-# --- rotation ----------------------------------------------------------------------------------------------------------
+# --- rotation ---------------------------------------------------------------------------------------------------------
 
 
 def test_rotation_multiplies_adjacent_features_as_complex_numbers():
@@ -182,7 +185,7 @@ def test_a_score_depends_on_the_distance_of_two_positions_only(name):
     assert score(905, 903) != pytest.approx(score(5, 2), abs=1e-2)
 
 
-# --- Hugging Face's order ----------------------------------------------------------------------------------------------
+# --- Hugging Face's order ---------------------------------------------------------------------------------------------
 
 
 def test_hugging_face_rows_are_meta_rows_0_2_4_6_1_3_5_7():
