@@ -437,11 +437,10 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _say_control(section: dict) -> None:
     """Says why more was allowed than the ledger's fixed tolerance, where that is so."""
+    from exporter.validation.control import explain_control
+
     if section["control"]:
-        terminal.say(
-            f"these weights make some scenarios ill-conditioned: allowed is what {section['control']} strays by, "
-            f"where that is more than {section['tolerance']['allowed']:.0e}"
-        )
+        terminal.say(explain_control(section["control"], section["tolerance"]["allowed"]))
 
 
 def _verify(arguments: argparse.Namespace) -> None:
