@@ -40,9 +40,9 @@ from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.comparison import compare
 from exporter.validation.control import judge_by_control
-from exporter.validation.recording import record
+from exporter.validation.recording import record_run
+from exporter.validation.reference_weights import reference_weights
 from exporter.validation.tolerances import tolerance
-from exporter.validation.validation_steppers import reference_weights
 
 FOLDER = Path("build/gpu-check")
 RECORD = Path("build/gpu-check.json")
@@ -100,7 +100,7 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
     weights = reference_weights(bundle)
 
     def recorded(s: Stepper):
-        return record(manifest.spec, s)
+        return record_run(manifest.spec, s)
 
     reference = recorded(EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), weights))
     comparisons = compare(reference, recorded(stepper), tolerance(("eager", "onnxruntime"), unit, manifest.dtype))

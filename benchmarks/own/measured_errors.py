@@ -25,9 +25,9 @@ from exporter.spec.catalogue import CATALOGUE, ModelConfig
 from exporter.spec.dtypes import DTYPES
 from exporter.spec.unit import COMPONENTS, Unit
 from exporter.validation.comparison import compare
+from exporter.validation.reference_weights import reference_weights
 from exporter.validation.scenarios import RunLimits
 from exporter.validation.tolerances import MEASURED_FILE, Tolerance, operation_kind
-from exporter.validation.validation_steppers import reference_weights
 
 BACKENDS = ("eager", "onnxruntime", "interpreter")
 TINY = ModelConfig(
@@ -82,7 +82,7 @@ def measure(case: Case, dtype: str, tables: dict) -> None:
             recordings = {}
             for name in BACKENDS:
                 with comparer.open(name) as stepper:
-                    recordings[name] = comparer.record(stepper)
+                    recordings[name] = comparer.record_run(stepper)
             for a, b in combinations(BACKENDS, 2):
                 table = outputs.setdefault(f"{a}-{b}", {}).setdefault(request.unit.kind, {}).setdefault(dtype, {})
                 for c in compare(recordings[a], recordings[b], Tolerance(0.0, {}, "")):

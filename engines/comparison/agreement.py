@@ -1,7 +1,7 @@
-"""Agreement of two backends token by token on real text: what a reader of the text would notice of numerical error.
+"""The agreement of two backends on real text, token by token. It shows how numerical error changes decoded text.
 
-One backend's greedy continuation of each prompt is the reference; the other is given the same tokens, step by step, and its
-logits are held against the reference's.
+The reference is one backend's greedy continuation of each prompt. The candidate is given the same tokens, step by step,
+and its logits are compared with the reference's.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ PROMPTS_FILE = "prompts.txt"
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a candidate's tokens are the reference's.
+    """The agreement of a candidate's tokens with the reference's.
 
     Attributes:
-        n_prompts, n_tokens: prompts, and tokens after each.
+        n_prompts, n_tokens: number of prompts, and of tokens after each prompt.
         top1: share of positions where both find the same token most likely.
-        greedy_length: tokens until the candidate's own greedy text would leave the reference's, mean over prompts;
-            n_tokens where it never does.
-        shortest_greedy_length: of the prompt that leaves first.
-        kl, largest_kl: KL divergence of the candidate's distribution from the reference's in nats, mean and largest.
+        greedy_length: number of tokens before the first that differs from the reference, mean over prompts; n_tokens
+            where all are equal.
+        shortest_greedy_length: the smallest such number of any prompt.
+        kl, largest_kl: mean and largest KL divergence of the candidate's distribution from the reference's, in nats.
     """
 
     n_prompts: int
@@ -41,12 +41,12 @@ class Agreement:
 
 
 def prompts() -> list[str]:
-    """The fixed prompts, one a line."""
+    """Returns the fixed prompts, which are the lines of a file."""
     return resources.files("engines.comparison").joinpath(PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
 
 
 def measure_agreement(reference: np.ndarray, candidate: np.ndarray) -> Agreement:
-    """Compares logits [prompts, tokens, V] of the same positions, both in at least float32."""
+    """Compares logits of the same positions: fp32 or fp64 [prompts, tokens, V]."""
     same = reference.argmax(-1) == candidate.argmax(-1)
     lengths = np.where(same.all(1), same.shape[1], (~same).argmax(1))
     kl = _kl_divergence(reference, candidate)
@@ -62,7 +62,7 @@ def measure_agreement(reference: np.ndarray, candidate: np.ndarray) -> Agreement
 
 
 def _kl_divergence(reference: np.ndarray, candidate: np.ndarray) -> np.ndarray:
-    """Σ p · (log p − log q) over the vocabulary, at every position."""
+    """Returns Σ p · (log p − log q) over the vocabulary, at every position."""
     log_p, log_q = _log_softmax(reference), _log_softmax(candidate)
     return (np.exp(log_p) * (log_p - log_q)).sum(-1)
 
@@ -75,16 +75,26 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 def greedy_logits(
     stepper: Stepper, prompts: Sequence[Sequence[int]], n_tokens: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Continues prompts greedily, all in one batch; end tokens do not end it.
+    """Continues prompts greedily in one batch, also after end tokens.
 
     Returns:
-        Tokens int64 [prompts, n_tokens] and the logits float32 [prompts, n_tokens, V] they were chosen from.
+        Tokens: int64 [prompts, n_tokens], and the logits that they were chosen from: fp32 [prompts, n_tokens, V].
     """
     return _decode(stepper, prompts, n_tokens, capacity, None)
 
 
 def forced_logits(stepper: Stepper, prompts: Sequence[Sequence[int]], tokens: np.ndarray, capacity: int) -> np.ndarray:
-    """The logits float32 [prompts, n_tokens, V] where a backend is given the reference's tokens [prompts, n_tokens]."""
+    """Returns the logits of a backend that is given the reference's tokens.
+
+    Args:
+        stepper: the backend.
+        prompts: the tokens of each prompt.
+        tokens: int64 [prompts, n_tokens], the reference's tokens.
+        capacity: cache rows per prompt.
+
+    Returns:
+        Logits: fp32 [prompts, n_tokens, V].
+    """
     return _decode(stepper, prompts, tokens.shape[1], capacity, tokens)[1]
 
 

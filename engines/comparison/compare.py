@@ -1,18 +1,18 @@
-"""The comparison: the same multi-step scenarios through several backends, each held against the first, per output and step."""
+"""Compares backends: runs the same scenarios through several and compares each with the first, by output and step."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-import numpy as np
-
-from engines.comparison.audit import BackendAudit, Reference, audit, make_reference
+from engines.comparison.audit import audit
 from engines.comparison.observers import GraphObserver, Observer, StepperObserver
+from engines.comparison.reference import Reference, make_reference
+from engines.comparison.results import BackendResult, CompareResult, TensorResult
 from engines.interpreter.stepper import InterpreterStepper
 from engines.library.backend import choose_backend
 from engines.library.cuda import RuntimeCuda
@@ -21,7 +21,6 @@ from engines.running.tensorrt_parts import find_engines, open_engines
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import BackendError, InputError
 from exporter.common.timing import timed
-from exporter.graph.float32_twin import float32_twin
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights, WeightSource
 from exporter.placing.temporaries import scratch_folder
@@ -30,12 +29,12 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.validation.comparison import Comparison, compare
-from exporter.validation.control import judge_by_control
-from exporter.validation.recording import Recording, record
+from exporter.validation.control import Control, control_dtype, judge
+from exporter.validation.cpu_graph import cpu_contract, cpu_graph_path, open_on_cpu, runs_as_twin, with_twin_named
+from exporter.validation.recording import Recording, record_run
+from exporter.validation.reference_weights import reference_weights
 from exporter.validation.scenarios import RunLimits
-from exporter.validation.tolerances import Tolerance, tolerance
-from exporter.validation.validation_steppers import open_onnxruntime, reference_weights
+from exporter.validation.tolerances import tolerance
 
 log = logging.getLogger(__name__)
 
@@ -45,104 +44,16 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class StepDifference:
-    """One tensor at one step, candidate b against reference a.
-
-    Attributes:
-        shape: of the tensor.
-        max_abs, mean_abs: of |a − b|.
-        max_rel, mean_rel: of |a − b| / |a| where a is not 0; NaN where there is no such element.
-        cosine: of the angle between both, flattened; NaN where one is zero.
-        worst_index: of max_abs; None where the candidate is missing, misshapen or not finite.
-    """
-
-    shape: tuple[int, ...]
-    max_abs: float
-    mean_abs: float
-    max_rel: float
-    mean_rel: float
-    cosine: float
-    worst_index: tuple[int, ...] | None
-
-    @classmethod
-    def measure(cls, a: np.ndarray, b: np.ndarray | None) -> StepDifference:
-        """Measures candidate `b` against reference `a`; infinite where `b` is missing, of another shape or not finite."""
-        failed = cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, None)
-        if b is None or b.shape != a.shape or not a.size:
-            return failed
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        if not (np.isfinite(a).all() and np.isfinite(b).all()):
-            bad = np.argwhere(~np.isfinite(b))
-            return (
-                failed
-                if not len(bad)
-                else cls(a.shape, math.inf, math.inf, math.inf, math.inf, math.nan, tuple(map(int, bad[0])))
-            )
-        difference = np.abs(a - b)
-        worst = tuple(int(i) for i in np.unravel_index(int(difference.argmax()), a.shape))
-        relative = difference[a != 0] / np.abs(a[a != 0])
-        norms = float(np.linalg.norm(a) * np.linalg.norm(b))
-        return cls(
-            shape=a.shape,
-            max_abs=float(difference.max()),
-            mean_abs=float(difference.mean()),
-            max_rel=float(relative.max()) if relative.size else math.nan,
-            mean_rel=float(relative.mean()) if relative.size else math.nan,
-            cosine=float((a * b).sum() / norms) if norms else math.nan,
-            worst_index=worst,
-        )
-
-
-@dataclass(frozen=True)
-class TensorResult:
-    """One tensor of one scenario: the verdict over all its steps, and each step's difference."""
-
-    comparison: Comparison
-    steps: tuple[StepDifference, ...]
-
-
-@dataclass(frozen=True)
-class BackendResult:
-    """One candidate against the reference."""
-
-    backend: str
-    description: str
-    tolerance: Tolerance
-    control: str | None  # what widened the tolerance, where something did
-    tensors: tuple[TensorResult, ...]
-    audit: BackendAudit | None = None
-
-    @property
-    def passed(self) -> bool:
-        return all(tensor.comparison.passed for tensor in self.tensors) and (self.audit is None or self.audit.passed)
-
-
-@dataclass(frozen=True)
-class CompareResult:
-    """Every candidate, and what was left out and why."""
-
-    unit: str
-    dtype: str
-    reference: str
-    results: tuple[BackendResult, ...]
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> bool:
-        return all(result.passed for result in self.results)
-
-
-@dataclass(frozen=True)
 class CompareRequest:
     """What to compare.
 
     Attributes:
-        backends: names out of BACKENDS, the reference first; None takes every one that can run here, eager first.
-        provider: onnxruntime's execution provider; None takes the CPU's.
+        backends: names out of BACKENDS, the reference first. None takes every one that can run here, eager first.
+        provider: onnxruntime's execution provider. None takes the CPU's.
         parser: the TensorRT whose parser the interpreter uses: "auto", "tensorrt" or "tensorrt-rtx".
-        audit: True audits every backend that can be; None only those that fail; False none.
-        seed: of the random inputs.
-        cache_capacity: rows per sequence of the scenarios; None takes 32, or the engine's where TensorRT runs.
+        audit: True audits every backend that can be audited, None only those that fail, False none.
+        seed: seed for the random inputs.
+        cache_capacity: cache rows per sequence. None takes 32, or the engine's where TensorRT runs.
     """
 
     backends: tuple[str, ...] | None = None
@@ -153,21 +64,18 @@ class CompareRequest:
     cache_capacity: int | None = None
 
 
-@dataclass(frozen=True)
-class Control:
-    """How far right answers lie apart with these weights: the eager definition in float32, and in another arithmetic.
-
-    Both are the definition's own, whatever is compared: a wrong graph must not widen what it is judged by.
-    """
-
-    exact: Recording
-    rounded: Recording
-    description: str
-
-
 @dataclass
 class Comparer:
-    """Runs the backends of one bundle one after the other, so that only one holds weights at a time."""
+    """Runs the backends of one bundle one after the other, so that only one holds weights at a time.
+
+    Attributes:
+        bundle: an opened bundle whose cache is updated in place.
+        request: what to compare.
+        say: called with a line about each stage.
+        weights: weights of the eager definition, rounded to the bundle's dtype.
+        limits: limits that the scenarios keep.
+        scratch: folder for float32 twins. It must exist as long as the comparer is used.
+    """
 
     bundle: Bundle
     request: CompareRequest
@@ -177,82 +85,85 @@ class Comparer:
     scratch: Path
 
     def run(self, backends: tuple[str, ...], left_out: dict[str, str]) -> CompareResult:
-        """Records every backend, holds the others against the first, and audits those that want it."""
+        """Records a run of every backend, compares each with the first, and audits those that the request names.
+
+        Args:
+            backends: names of the backends, the reference first.
+            left_out: the reason for each backend that is not run, by its name.
+        """
         manifest = self.bundle.manifest
         recordings, descriptions = {}, {}
         for name in backends:
             self.say(f"run: {name}")
             with self.open(name) as stepper, timed(log, "%s: every scenario", name):
-                recordings[name] = self.record(stepper)
+                recordings[name] = self.record_run(stepper)
                 descriptions[name] = stepper.description
-        reference = backends[0]
-        control: Control | None = None
+            if self._runs_twin(name):
+                descriptions[name] = with_twin_named(descriptions[name], manifest.dtype)
+        run_control = cache(lambda: self._control(recordings.get("eager")))
+        reference, expected = backends[0], recordings[backends[0]]
         results = []
         for name in backends[1:]:
             allowed = tolerance((reference, name), manifest.unit, manifest.dtype)
-            comparisons = compare(recordings[reference], recordings[name], allowed)
-            widened = None
-            if not all(c.passed for c in comparisons):
-                control = control or self._control(recordings.get("eager"))
-                comparisons = judge_by_control(comparisons, control.exact, control.rounded)
-                widened = control.description if any(c.allowed > allowed.allowed for c in comparisons) else None
-            tensors = tuple(
-                TensorResult(c, _differences(c, recordings[reference], recordings[name])) for c in comparisons
-            )
-            results.append(BackendResult(name, descriptions[name], allowed, widened, tensors))
+            comparisons, control = judge(expected, recordings[name], allowed, run_control)
+            tensors = tuple(TensorResult.measure(c, expected, recordings[name]) for c in comparisons)
+            results.append(BackendResult(name, descriptions[name], allowed, control, tensors))
         results = self._audited(results)
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
-    def record(self, stepper: Stepper) -> Recording:
-        return record(self.bundle.manifest.spec, stepper, self.request.seed, self.limits)
+    def record_run(self, stepper: Stepper) -> Recording:
+        """Runs every scenario through a stepper and records it."""
+        return record_run(self.bundle.manifest.spec, stepper, self.request.seed, self.limits)
+
+    def _runs_twin(self, name: str) -> bool:
+        """Whether a backend runs the graph's float32 twin; onnxruntime on the CPU does for some dtypes."""
+        on_cpu = name == "onnxruntime" and self.request.provider in (None, "CPUExecutionProvider")
+        return on_cpu and runs_as_twin(self.bundle.manifest.dtype)
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[Stepper]:
-        """The stepper of a backend, closed at the end; a bf16 graph runs on onnxruntime's CPU provider as its float32 twin."""
-        manifest = self.bundle.manifest
+        """Opens the stepper of a backend; it is closed at the end."""
+        bundle, request = self.bundle, self.request
         if name == "eager":
             stepper: Stepper = self._eager("fp32")
         elif name == "interpreter":
-            stepper = open_parts(self.bundle, lambda part: InterpreterStepper.from_bundle(part, self.request.parser))
+            stepper = open_parts(bundle, lambda part: InterpreterStepper.from_bundle(part, request.parser))
         elif name == "tensorrt":
-            stepper = open_engines(self.bundle, find_engines(self.bundle, self.limits.capacity), RuntimeCuda())
-        elif manifest.dtype == "bf16" and self.request.provider in (None, "CPUExecutionProvider"):
-            stepper = open_onnxruntime(self.bundle, self.scratch)
-            stepper.description += ", through the graph's float32 twin"
+            stepper = open_engines(bundle, find_engines(bundle, self.limits.capacity), RuntimeCuda())
+        elif self._runs_twin(name):
+            stepper = open_on_cpu(bundle, self.scratch)
         else:
             stepper = open_parts(
-                self.bundle,
-                lambda part: OnnxruntimeStepper.from_bundle(part, self.request.provider, integer_products=False),
+                bundle, lambda part: OnnxruntimeStepper.from_bundle(part, request.provider, integer_products=False)
             )
-        try:
+        with contextlib.closing(stepper):
             yield stepper
-        finally:
-            stepper.close()
 
     def _eager(self, dtype: str) -> EagerStepper:
         return EagerStepper.from_weights(self.bundle.manifest.spec.in_dtype(dtype), self.weights)
 
     def _control(self, exact: Recording | None) -> Control:
-        dtype = self.bundle.manifest.dtype
+        """Returns the control for every candidate; `exact` is the eager definition's recording, or None."""
         if exact is None:
-            exact = self.record(self._eager("fp32"))
-        stepper = self._eager("fp64" if dtype == "fp32" else dtype)
-        return Control(exact, self.record(stepper), stepper.description)
+            exact = self.record_run(self._eager("fp32"))
+        stepper = self._eager(control_dtype(self.bundle.manifest.dtype))
+        return Control(exact, self.record_run(stepper), stepper.description)
 
-    # --- audit ---------------------------------------------------------------------------------------------------------------
+    # --- audit --------------------------------------------------------------------------------------------------------
 
     def _audited(self, results: list[BackendResult]) -> list[BackendResult]:
-        """The results with an audit of those that want one."""
+        """Returns the results, with an audit of each backend that the request names."""
         wanted = [r.backend for r in results if self.request.audit or (self.request.audit is None and not r.passed)]
         wanted = [name for name in wanted if name in AUDITED]
         if not wanted:
             return results
         if not self.bundle.manifest.unit.has_cache:
-            self.say("audit: a component is one operation, its outputs are the audit")
+            self.say("audit: left out; a component is one operation, and its outputs were compared already")
             return results
         if self.bundle.manifest.parts:
             self.say(
-                "audit: not of a bundle in parts; export the layers in question with --unit stack --layers A:B and audit those"
+                "audit: left out; it cannot read a bundle in parts; "
+                "export the layers in question as a stack in one graph and audit that"
             )
             return results
         self.say("audit: the eager definition in float64")
@@ -266,17 +177,21 @@ class Comparer:
         return [replace(r, audit=audits.get(r.backend)) for r in results]
 
     def reference(self) -> Reference:
+        """Runs the audit's reference."""
         return make_reference(self.bundle.manifest.spec, self.weights, self.request.seed)
 
     def observer(self, name: str, reference: Reference) -> Observer:
+        """Opens the observer of a backend for the audit.
+
+        Args:
+            name: one of AUDITED.
+            reference: the reference, whose named values it shows.
+        """
         if name == "interpreter":
             return StepperObserver(InterpreterStepper.from_bundle(self.bundle, self.request.parser), reference.names)
-        contract = self.bundle.manifest.contract
-        if self.bundle.manifest.dtype == "bf16":
-            return GraphObserver(
-                float32_twin(self.bundle.folder, self.scratch), contract.in_dtype("bf16", "fp32"), reference.names
-            )
-        return GraphObserver(self.bundle.graph_path, contract, reference.names)
+        manifest = self.bundle.manifest
+        contract = cpu_contract(manifest.contract, manifest.dtype)
+        return GraphObserver(cpu_graph_path(self.bundle, self.scratch), contract, reference.names)
 
 
 def compare_bundle(
@@ -288,16 +203,16 @@ def compare_bundle(
 
     Args:
         bundle: an opened bundle.
-        request: what to run.
+        request: what to compare.
         say: called with a line about each stage.
-        weights: where the bundle's weights came from. None makes random ones anew from the manifest's seed, and takes real
-            ones from the bundle itself, which cannot show that they were written wrongly.
+        weights: source of the bundle's weights. None makes random weights again from the manifest's seed. It takes real
+            weights from the bundle itself; an error that was made when they were written then stays hidden.
 
     Raises:
         InputError: an unknown backend, fewer than two, or one named twice.
         BackendError: a backend that was asked for cannot run here.
         CheckFailed: TensorRT's parser refuses the graph.
-        BundleError: an export replaced the bundle meanwhile.
+        BundleError: an export replaced the bundle in the meantime.
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
@@ -311,46 +226,74 @@ def compare_bundle(
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource | None:
     manifest = bundle.manifest
-    bundle_weights(bundle)  # shows that they are of the manifest's geometry, before any are made by it
+    bundle_weights(
+        bundle
+    )  # checks their shapes against the manifest's geometry before weights of that geometry are made
     if manifest.weights["source"] == "random":
         return RandomWeights(manifest.config, manifest.weights["seed"])
-    say("weights: the bundle's own; give --checkpoint to hold them against their source")
+    say("weights: the bundle's own; give their checkpoint to compare them with their source")
     return None
 
 
+# --- the choice of backends -------------------------------------------------------------------------------------------
+
+
 def _choose(bundle: Bundle, request: CompareRequest) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The backends to run, the reference first, and why others are left out."""
+    """Returns the names of the backends to run, the reference first, and the reason for each that is left out."""
     if request.backends is not None:
-        wrong = [name for name in request.backends if name not in BACKENDS]
-        if wrong:
-            raise InputError(f"backends: got {wrong[0]!r}, expected names out of {', '.join(BACKENDS)}")
-        if len(request.backends) < 2 or len(set(request.backends)) < len(request.backends):
-            raise InputError(
-                f"backends: got {','.join(request.backends)}, expected at least two different ones, the reference first"
-            )
+        _check_names(request.backends)
+        for name in request.backends:
+            check_can_run(bundle, name, request.parser)
         return request.backends, {}
     left_out = {}
-    try:
-        check_weight_format(bundle.manifest)
-        choose_backend(request.parser)
-    except BackendError as error:
-        if request.parser != "auto":
-            raise
-        left_out["interpreter"] = str(error)
-    try:
-        if not bundle.manifest.unit.has_cache:
-            raise BackendError("backend tensorrt: a component's engine is for other tools")
-        find_engines(bundle, None)
-    except InputError as error:
-        left_out["tensorrt"] = str(error)
+    for name in BACKENDS:
+        try:
+            check_can_run(bundle, name, request.parser)
+        except InputError as error:
+            if name == "interpreter" and request.parser != "auto":
+                raise
+            left_out[name] = str(error)
     return tuple(name for name in BACKENDS if name not in left_out), left_out
 
 
-def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...] = ()) -> RunLimits:
-    """What the scenarios must keep to: the capacity asked for, and where TensorRT runs all that its engine's profiles take.
+def _check_names(backends: tuple[str, ...]) -> None:
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown:
+        raise InputError(f"backends: got {unknown[0]!r}, expected names out of {', '.join(BACKENDS)}")
+    if len(backends) < 2 or len(set(backends)) < len(backends):
+        got = ",".join(backends) or "none"
+        raise InputError(f"backends: got {got}, expected at least two different ones, the reference first")
+
+
+def check_can_run(bundle: Bundle, name: str, parser: str) -> None:
+    """Checks that a backend can run a bundle here.
+
+    Args:
+        bundle: an opened bundle.
+        name: one of BACKENDS.
+        parser: the TensorRT whose parser the interpreter uses: "auto", "tensorrt" or "tensorrt-rtx".
 
     Raises:
-        InputError: a capacity that the graph, or the engine, does not have.
+        BackendError: it cannot; the message has the reason.
+        BundleError: the engines of a bundle's parts differ in their cache capacity.
+    """
+    if name == "interpreter":
+        check_weight_format(bundle.manifest)
+        choose_backend(parser)
+    if name == "tensorrt":
+        if not bundle.manifest.unit.has_cache:
+            raise BackendError(
+                f"backend tensorrt: got a {bundle.manifest.unit}, expected a unit with a cache; "
+                "the engine of a component is for other tools"
+            )
+        find_engines(bundle, None)
+
+
+def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...] = ()) -> RunLimits:
+    """Returns the limits of the scenarios: the capacity asked for, and where TensorRT runs, its engine's sizes.
+
+    Raises:
+        InputError: the graph or the engine does not have the capacity asked for.
     """
     manifest, capacity = bundle.manifest, request.cache_capacity
     if capacity is not None:
@@ -363,11 +306,3 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
     sizes = [[profile["ranges"]["position_ids"]["max"] for profile in record.profiles] for record in records]
     most = [min(max(size[axis] for size in of_part) for of_part in sizes) for axis in (0, 1)]
     return RunLimits(records[0].cache_capacity, *most)
-
-
-def _differences(comparison: Comparison, reference: Recording, candidate: Recording) -> tuple[StepDifference, ...]:
-    key = (comparison.scenario, comparison.tensor)
-    expected = [array for array in reference[key] if array is not None]
-    arrays = candidate.get(key, [])
-    arrays = [*arrays, *[None] * (len(expected) - len(arrays))]
-    return tuple(StepDifference.measure(a, b) for a, b in zip(expected, arrays, strict=True))

@@ -1,8 +1,9 @@
-"""Observers: run a step and see every named value in it, as computed or with reference values in place of what came before.
+"""Observers: each runs a step of one backend and returns every named value in it.
 
-The names are those of the graph (`blocks.3.mlp.up_proj`), which the eager definition also gives. Eager and the interpreter
-show values as they go; onnxruntime runs edited copies of the graph, one with every named value as an output, and one that is
-cut at every named value, so that each operation reads a value it is given.
+Each operation reads either the values that the backend has computed, or values of the reference that it is given. The
+names are those of the graph (`blocks.3.mlp.up_proj`), which the eager definition uses as well. Eager and the
+interpreter call a function with each value. onnxruntime runs edited copies of the graph: one has every named value as
+an output, the other is cut at every named value, so that each operation reads a value that is an input.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from exporter.steppers.protocol import HostCache
 
 Values = dict[str, np.ndarray]  # by name
 
-SCORES = "attention.scores"  # lies inside the attention operation: it is seen, and never given
+SCORES = "attention.scores"  # is inside of the attention operation: it can be observed, but not given
 _GIVEN = "/given"
 
 
 class Observer(ABC):
-    """Runs steps of one backend and shows what happens inside.
+    """Runs steps of one backend and returns their named values.
 
     Attributes:
         backend: "eager", "onnxruntime" or "interpreter".
         description: backend and version in words.
-        contract: inputs and outputs of what it runs; its dtypes are those of the cache.
-        rounds_each_operation: whether every operation's result has the graph's own dtype. onnxruntime computes half graphs in
-            float32 and rounds where it must, so its results need not be bit-equal to the definition's.
+        contract: contract of what it runs; its dtypes are those of the cache.
+        rounds_each_operation: whether every operation's result has the graph's own dtype. onnxruntime computes half
+            graphs in float32 and rounds only where it must, so its results may differ in bits from the definition's.
         integer_weights: whether the graph's weights are stored in integers.
     """
 
@@ -49,6 +50,7 @@ class Observer(ABC):
     integer_weights: bool = False
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache:
+        """Returns a new cache, all zero."""
         return HostCache(self.contract, n_rows, capacity)
 
     @abstractmethod
@@ -57,22 +59,22 @@ class Observer(ABC):
 
         Args:
             feeds: the step's inputs by name.
-            cache: of this observer.
-            given: values to put in place of those named, once computed; every later operation reads these.
+            cache: a cache of this observer.
+            given: values by name. Every operation reads them in place of the computed values of those names.
 
         Returns:
-            Every named value as it was computed, before any replacement.
+            Every named value as it was computed.
         """
 
     def close(self) -> None:  # noqa: B027 - not abstract on purpose: most observers hold nothing
-        """Frees what the observer holds."""
+        """Frees everything that the observer owns."""
 
 
 class StepperObserver(Observer):
-    """Sees through a stepper that calls out each value: eager or the interpreter."""
+    """Observes a stepper that calls a function with each value: eager or the interpreter."""
 
     def __init__(self, stepper: EagerStepper | InterpreterStepper, names: Iterable[str] | None = None) -> None:
-        """`names` are the values to see; None sees all."""
+        """Takes a stepper and the names of the values to return; None returns all."""
         self.backend, self.description, self.contract = stepper.backend, stepper.description, stepper.contract
         self._stepper, self._names = stepper, None if names is None else frozenset(names)
 
@@ -82,7 +84,7 @@ class StepperObserver(Observer):
         def see(name: str, x: Tensor) -> Tensor:
             if self._names is not None and name not in self._names:
                 return x
-            seen[name] = to_numpy(x).copy()  # cache rows are views of what the next step changes
+            seen[name] = to_numpy(x).copy()  # cache rows are views, and the next step changes them
             return to_torch(given[name]).to(x.dtype) if given and name in given else x
 
         self._stepper.run(feeds, cache, see=see)
@@ -93,7 +95,7 @@ class StepperObserver(Observer):
 
 
 class GraphObserver(Observer):
-    """Sees through an ONNX graph in onnxruntime on the CPU, by running edited copies of it."""
+    """Observes an ONNX graph in onnxruntime on the CPU by running edited copies of it."""
 
     backend = "onnxruntime"
     rounds_each_operation = False
@@ -112,7 +114,7 @@ class GraphObserver(Observer):
         return open_session(model.SerializeToString(), data_folder=self._path.parent)
 
     def observe(self, feeds: Mapping[str, np.ndarray], cache: HostCache, given: Values | None = None) -> Values:
-        """As `Observer.observe`; the graph cut at every named value is made at the first step that gives any."""
+        """Runs one step like `Observer.observe`; the first step with given values makes the cut graph."""
         session, inputs = self._tapped, {}
         if given is not None:
             if self._cut is None:
@@ -158,7 +160,7 @@ _NUMPY_TYPES = {text: helper.tensor_dtype_to_np_dtype(number) for text, number i
 
 
 def _add_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
-    """Makes every value of those names an output, attention scores included; returns the names that the graph has."""
+    """Makes every value of those names an output, attention scores too; returns the names that the graph has."""
     _show_scores(model.graph)
     computed = {name for node in model.graph.node for name in node.output}
     outputs = {output.name for output in model.graph.output}
@@ -168,7 +170,7 @@ def _add_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
 
 
 def _show_scores(graph: onnx.GraphProto) -> None:
-    """Gives every Attention its fourth output, the scaled products of queries and keys, named beside its result."""
+    """Names the fourth output of every Attention, the scaled products of queries and keys, after its result."""
     for node in graph.node:
         if node.op_type == "Attention" and len(node.output) == 1:
             prefix = node.output[0].split("/")[0].removesuffix("attention.heads")

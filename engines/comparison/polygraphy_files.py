@@ -1,7 +1,7 @@
-"""Steps of a comparison in Polygraphy's own terms: runners over our steppers, and files that its command line reads.
+"""Steps of a comparison for Polygraphy: runners over our steppers, and files that its command line reads.
 
-Polygraphy knows no state between iterations. So each step carries its cache along: past tensors are inputs, present tensors
-outputs, and the past of every step is what the reference had cached by then.
+Polygraphy has no state between iterations. Each step therefore has the cache as tensors: past tensors are inputs, and
+present tensors are outputs. The past of every step is the reference's cache before that step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import Contract, TensorSpec
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Cache, Stepper
+from exporter.validation.reference_weights import reference_weights
 from exporter.validation.scenarios import RunLimits, cache_scenarios
-from exporter.validation.validation_steppers import reference_weights
 
 try:
     from polygraphy.backend.base import BaseRunner
@@ -40,14 +40,14 @@ Step = tuple[OrderedDict[str, np.ndarray], OrderedDict[str, np.ndarray]]  # inpu
 class StepperRunner(BaseRunner):
     """A Polygraphy runner over any stepper.
 
-    Polygraphy's own TrtRunner binds every input and output to a buffer of its own; TensorRT's cache update needs present at
-    past's address, which the TensorRT stepper gives it.
+    Polygraphy's own TrtRunner binds every input and output to a separate buffer. TensorRT's cache update needs past and
+    present at one address, where the TensorRT stepper binds them.
     """
 
     _stepper: Stepper  # while it is active
 
     def __init__(self, open_stepper: Callable[[], Stepper], name: str | None = None) -> None:
-        """`open_stepper` is called at activation, so that only runners in use hold weights."""
+        """Takes a function that opens the stepper at activation, so that only a runner in use holds weights."""
         super().__init__(name=name, prefix="blockline")
         self._open = open_stepper
 
@@ -67,7 +67,7 @@ class StepperRunner(BaseRunner):
         return metadata
 
     def infer_impl(self, feed_dict: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
-        """One step: the cache starts as the past tensors of `feed_dict`; outputs include the present tensors."""
+        """Runs one step; inputs include the past tensors, and outputs include the present tensors."""
         contract = self._stepper.contract
         if not contract.cache_pairs:
             return self._timed(feed_dict)
@@ -94,7 +94,9 @@ def _present(contract: Contract, cache: Cache, capacity: int) -> dict[str, np.nd
 
 
 def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
-    """Inputs and float32-eager outputs of every step of every scenario, in the graph's dtypes.
+    """Yields inputs and outputs of every step of every scenario, in the graph's dtypes.
+
+    The eager definition computes the outputs in float32.
 
     Raises:
         InputError: the bundle is a component, which has no steps, or bf16, which numpy has no dtype for.
@@ -102,11 +104,13 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
     manifest = bundle.manifest
     if not manifest.unit.has_cache:
         raise InputError(
-            f"polygraphy: got a {manifest.unit}, which has no steps; polygraphy run makes inputs for it by itself"
+            f"polygraphy: got a {manifest.unit}, expected a unit with a cache; "
+            "polygraphy run makes a component's inputs itself"
         )
     if manifest.dtype == "bf16":
         raise InputError(
-            "polygraphy: got a bf16 bundle, and its files hold numpy arrays, which have no such dtype; export with --dtype fp16 or fp32"
+            "polygraphy: got a bf16 bundle, expected fp16 or fp32; its files hold numpy arrays, which have no bf16; "
+            "export in fp16 or fp32"
         )
     weights = reference_weights(bundle)
     reference = EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), weights)
@@ -126,13 +130,21 @@ def _as(specs: Sequence[TensorSpec], tensors: dict[str, np.ndarray]) -> OrderedD
 
 
 def save_inputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> None:
-    """Writes what `polygraphy run --load-inputs` reads: one feed a step; raises as `steps`."""
+    """Writes a file for `polygraphy run --load-inputs`, with one feed for each step.
+
+    Raises:
+        InputError: the bundle is a component or bf16.
+    """
     feeds = [inputs for inputs, _ in steps(bundle, seed, limits)]
     write_atomically(path, to_json(feeds))
 
 
 def save_outputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> None:
-    """Writes what `polygraphy run --load-outputs` reads: the reference's outputs of the same steps; raises as `steps`."""
+    """Writes a file for `polygraphy run --load-outputs`, with the reference's outputs of the same steps.
+
+    Raises:
+        InputError: the bundle is a component or bf16.
+    """
     name = "blockline-eager"
     results = RunResults()
     results.append(
@@ -142,7 +154,7 @@ def save_outputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> No
 
 
 def save_data_loader(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> None:
-    """Writes a script for `polygraphy run --data-loader-script`, which makes the same inputs anew."""
+    """Writes a script for `polygraphy run --data-loader-script`, which makes the same inputs again."""
     script = f'''"""Inputs of every step of every scenario of one bundle, for `polygraphy run --data-loader-script`."""
 
 from engines.comparison.polygraphy_files import steps

@@ -1,4 +1,4 @@
-"""A comparison's result for programs (one JSON document) and for people at a terminal (tables)."""
+"""Writes a comparison's result: one JSON document for programs, tables for people at a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engines.comparison.audit import BackendAudit, OperationError
-from engines.comparison.compare import BackendResult, CompareResult, TensorResult
+from engines.comparison.results import BackendResult, CompareResult, TensorResult
 from exporter.common import terminal
+from exporter.validation.control import explain_control
 
 CONTRIBUTORS = 8
 
 
 def to_dict(result: CompareResult) -> dict:
-    """Everything measured; errors that are not finite are null."""
+    """Returns everything that was measured as one JSON document; numbers that are not finite are null."""
     return _jsonable(
         {
             "passed": result.passed,
@@ -70,7 +71,7 @@ def _audit_dict(audit: BackendAudit) -> dict:
 
 
 def _jsonable(value: Any) -> Any:
-    """Tuples as lists, and null for what JSON cannot say."""
+    """Returns the value with tuples as lists, and with null for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {key: _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -78,19 +79,16 @@ def _jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# --- tables ------------------------------------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def print_result(result: CompareResult) -> None:
-    """Tables on stderr: outputs by scenario, and what the audits found."""
+    """Prints tables on stderr: outputs by scenario, and the findings of the audits."""
     terminal.say(f"reference: {result.reference}")
     for backend in result.results:
         terminal.stderr.print(_output_table(backend))
         if backend.control:
-            terminal.say(
-                f"these weights make some scenarios ill-conditioned: allowed is what {backend.control} strays by, "
-                f"where that is more than {backend.tolerance.allowed:.0e}"
-            )
+            terminal.say(explain_control(backend.control, backend.tolerance.allowed))
         if backend.audit is not None:
             _print_audit(backend.audit)
     for name, reason in result.left_out.items():
@@ -122,7 +120,8 @@ def _output_table(result: BackendResult) -> Table:
 
 
 def _print_audit(audit: BackendAudit) -> None:
-    title = f"audit of {audit.backend}: error made by each operation, and carried to it; worst over layers and steps"
+    what = "the error that each operation makes, and the error carried to it"
+    title = f"audit of {audit.backend}: {what}; worst over layers and steps"
     head = ("operation", "carried", "made here", "budget", "bits differ", "largest", "layer", "result")
     table = Table(*head, title=title, title_justify="left", box=SIMPLE_HEAD)
     for name, group in by_operation(audit.operations).items():
@@ -142,15 +141,14 @@ def _print_audit(audit: BackendAudit) -> None:
         terminal.say(line)
     shares = ", ".join(f"{o.name} {o.share:+.0%}" for o in audit.contributors()[:CONTRIBUTORS])
     if shares:
-        terminal.say(
-            f"shares of the last step's output error, to first order: {shares}; rows cached in earlier steps {audit.share_of_earlier_steps:+.0%}"
-        )
+        cached = f"rows cached in earlier steps {audit.share_of_earlier_steps:+.0%}"
+        terminal.say(f"shares of the last step's output error, to first order: {shares}; {cached}")
     if audit.missing:
         terminal.say(f"not shown by {audit.backend}: {', '.join(audit.missing)}")
 
 
 def by_operation(operations: Iterable[OperationError]) -> dict[str, list[OperationError]]:
-    """Operations of all layers and steps under one name, in the order of the block."""
+    """Returns the operations of all layers and steps by their short name, in the order of the block."""
     groups: dict[str, list[OperationError]] = {}
     for operation in operations:
         groups.setdefault(short_name(operation.name), []).append(operation)
@@ -158,9 +156,10 @@ def by_operation(operations: Iterable[OperationError]) -> dict[str, list[Operati
 
 
 def short_name(name: str) -> str:
-    """ "mlp.up_proj" of "blocks.3.mlp.up_proj"."""
+    """Returns a name without its layer: "mlp.up_proj" for "blocks.3.mlp.up_proj"."""
     return name.split(".", 2)[2] if name.startswith("blocks.") else name
 
 
 def layer_of(name: str) -> str:
+    """Returns the layer in a name, or "" where it has none."""
     return name.split(".")[1] if name.startswith("blocks.") else ""

@@ -75,8 +75,7 @@ def _comparison_table(section: dict, comparisons: list[Comparison]) -> Table:
 
 def say_control(section: dict) -> None:
     """Prints why a validation allowed more than the fixed tolerance, if it did."""
+    from exporter.validation.control import explain_control
+
     if section["control"]:
-        terminal.say(
-            f"these weights make some scenarios ill-conditioned: allowed is the error of {section['control']}, "
-            f"where that is more than {section['tolerance']['allowed']:.0e}"
-        )
+        terminal.say(explain_control(section["control"], section["tolerance"]["allowed"]))

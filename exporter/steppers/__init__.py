@@ -1,1 +1,1 @@
-"""Steppers run one step of one graph on given buffers, and nothing else. Validation, comparison and runtime drive the same ones."""
+"""Steppers: each runs one step of one graph on given buffers. Validation, comparison and runtime use the same ones."""

@@ -1,4 +1,4 @@
-"""A graph whose cache grows, stepped in onnxruntime: what validation runs in the place of optimum and onnxruntime-genai."""
+"""The stepper of a graph whose cache grows, in onnxruntime. Validation uses it in place of optimum or genai."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from exporter.steppers.protocol import HostCache, Stepper
 
 
 class GrowingStepper(Stepper[HostCache]):
-    """Drives a growing-cache graph behind the interface of the in-place ones, copying past in and present out.
+    """Runs a graph whose cache grows, with the interface of steppers that update a cache in place.
 
-    Every sequence of a step must have the same past length: such a graph knows only one, the length of its past tensors.
+    It copies the past out of the cache before a step and the present back into it afterwards. Every sequence of a step
+    must
+    have the same past length, because such a graph has only one: the length of its past tensors.
 
     Attributes:
-        contract: of the same unit with its cache in place.
+        contract: contract of the same unit with its cache in place.
     """
 
     backend = "onnxruntime"
@@ -35,7 +37,7 @@ class GrowingStepper(Stepper[HostCache]):
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0
     ) -> dict[str, np.ndarray]:
-        """As `Stepper.run`, the rows so far cut out of the cache as the past, and the new ones of the present put back into it."""
+        """Runs one step like `Stepper.run`."""
         assert cache is not None, "only models grow a cache"
         (past_len,) = set(feeds["write_indices"].tolist())
         total_len = feeds["attention_mask"].shape[1]

@@ -1,4 +1,4 @@
-"""The onnxruntime stepper: the bundle's graph in an InferenceSession, its cache updated in place through IOBinding."""
+"""The onnxruntime stepper: runs a graph in an InferenceSession and updates its cache in place by IOBinding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnxruntime
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError
 from exporter.common.timing import timed
-from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
+from exporter.spec.dtypes import DTYPES, ONNX_TYPES, numpy_dtype
 from exporter.spec.tensors import BATCH, CAPACITY, Contract
 from exporter.steppers.protocol import Cache, HostCache, Stepper
 
@@ -22,13 +22,14 @@ log = logging.getLogger(__name__)
 
 _FLOAT32_PRODUCTS, _INTEGER_PRODUCTS = "1", "4"  # onnxruntime's accuracy levels of products with weights in integers
 DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+DTYPES_WITHOUT_CPU_KERNELS = ("bf16",)
 
 
 class CudaCache(Cache):
-    """A cache in the memory of CUDA device 0, held in onnxruntime's own allocations.
+    """A cache in the memory of CUDA device 0, which onnxruntime allocates.
 
     Attributes:
-        values: key and value of each layer, [rows, K, C, D].
+        values: key and value of each layer, [rows, K, C, D] in the bundle's dtype.
     """
 
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
@@ -62,10 +63,11 @@ class CudaCache(Cache):
 class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
     """Runs a graph on one execution provider.
 
-    Past and present of a layer are bound to one address: onnxruntime then writes the new rows and copies nothing.
+    Past and present of a layer are bound to one address. onnxruntime then writes the new rows only and copies nothing.
 
     Raises:
-        BackendError: the provider is not in this onnxruntime, or did not start, or cannot run this dtype.
+        BackendError: the provider is not in this onnxruntime, does not start, or cannot run this dtype.
+        BundleError: onnxruntime refuses the graph.
     """
 
     backend = "onnxruntime"
@@ -79,18 +81,25 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
         data_folder: Path | None = None,
         integer_products: bool = False,
     ) -> None:
-        """`graph` is a file's path, or a model's bytes whose external data lies in `data_folder`.
+        """Opens a session over a graph.
 
-        `integer_products` lets onnxruntime round activations to 8 bits, a block at a time, before products with weights in integers:
-        several times as fast on the CPU, and no longer what the graph says.
+        Args:
+            graph: path of a graph file, or bytes of a model whose external data is in `data_folder`.
+            contract: contract of the graph.
+            dtype: dtype of the graph.
+            provider: onnxruntime's execution provider; None takes the CPU's.
+            data_folder: folder with the data of a model given as bytes.
+            integer_products: whether onnxruntime may round activations to 8 bits, a block at a time, before products
+                with weights in integers. This is several times as fast on the CPU, but not what the graph says.
         """
         provider = provider or "CPUExecutionProvider"
         _check_provider(provider, dtype)
         self._session = open_session(graph, provider, data_folder, integer_products)
-        if self._session.get_providers()[0] != provider:
+        started = self._session.get_providers()[0]
+        if started != provider:
             raise BackendError(
-                f"onnxruntime: {provider} was asked for and did not start, {self._session.get_providers()[0]} would run instead; "
-                "install its libraries and driver, or ask for CPUExecutionProvider"
+                f"onnxruntime: got provider {provider}, which does not start; {started} would run instead; "
+                f"install the libraries and the driver of {provider}, or use CPUExecutionProvider"
             )
         self.contract = contract
         self.description = f"onnxruntime {onnxruntime.__version__} on {provider}" + (
@@ -103,7 +112,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
     def from_bundle(
         cls, bundle: Bundle, provider: str | None = None, integer_products: bool = True
     ) -> OnnxruntimeStepper:
-        """As a bundle is decoded: with integer products, where its weights are in integers."""
+        """Opens a bundle for decoding, with integer products where its weights are in integers."""
         integer_products &= bundle.manifest.weight_format is not None
         return cls(
             str(bundle.graph_path),
@@ -130,9 +139,9 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
     def _run(
         self, feeds: Mapping[str, Any], cache: HostCache | CudaCache | None, first_row: int
     ) -> dict[str, onnxruntime.OrtValue]:
-        """A step whose feeds may be another step's values, and whose outputs stay onnxruntime's own."""
+        """Runs a step; feeds may be outputs of another step, and outputs stay in onnxruntime's memory."""
         binding = self._session.io_binding()
-        held = []  # what is bound by its address: kept alive
+        held = []  # keeps arrays alive that are bound by their address
         for spec in self.contract.step_inputs:
             x = feeds[spec.name]
             if isinstance(x, onnxruntime.OrtValue):
@@ -146,7 +155,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
             self._bind_cache(binding, cache, first_row, len(feeds["write_indices"]))
         with refusals():
             self._session.run_with_iobinding(binding)
-        # outputs come in the order they were bound, which is not the graph's
+        # outputs come in the order in which they were bound, not in the graph's
         results = binding.get_outputs()[: len(self.contract.step_outputs)]
         return {spec.name: result for spec, result in zip(self.contract.step_outputs, results, strict=True)}
 
@@ -167,10 +176,10 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Around a step: what onnxruntime refuses of it is an error of the graph's.
+    """Turns an exception of onnxruntime during a step into an error of ours.
 
     Raises:
-        BackendError: with the first line of onnxruntime's reason.
+        BackendError: onnxruntime refuses the step; the message has the first line of its reason.
     """
     try:
         yield
@@ -186,7 +195,7 @@ def open_session(
     data_folder: Path | None = None,
     integer_products: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """A quiet session on one provider, over a graph file or over a model's bytes whose external data lies in `data_folder`.
+    """Opens a quiet session on one provider, over a graph file or a model's bytes with external data in `data_folder`.
 
     Raises:
         BundleError: onnxruntime refuses the graph.
@@ -209,7 +218,7 @@ def open_session(
 
 
 def _buffers(cache: HostCache | CudaCache) -> list[tuple[int, int]]:
-    """Address and bytes per row of every cache tensor."""
+    """Returns the address and the bytes per row of every cache tensor."""
     if isinstance(cache, HostCache):
         return [(array.ctypes.data, array.strides[0]) for array in cache.arrays]
     return [(value.data_ptr(), value.tensor_size_in_bytes() // cache.n_rows) for value in cache.values]
@@ -221,10 +230,12 @@ def _check_provider(provider: str, dtype: str) -> None:
         raise BackendError(f"onnxruntime: got provider {provider!r}, expected one of {', '.join(DEVICES)}")
     if provider not in available:
         raise BackendError(
-            f"onnxruntime: {provider} is not in this build, which has {', '.join(available)}; install onnxruntime-gpu for CUDA"
+            f"onnxruntime: got provider {provider!r}, expected one of {', '.join(available)}, which are in this build; "
+            "install onnxruntime-gpu for CUDA"
         )
-    if dtype == "bf16" and provider == "CPUExecutionProvider":
+    if dtype in DTYPES_WITHOUT_CPU_KERNELS and provider == "CPUExecutionProvider":
+        others = " or ".join(name for name in DTYPES if name not in DTYPES_WITHOUT_CPU_KERNELS)
         raise BackendError(
-            "onnxruntime: CPUExecutionProvider has no bf16 kernels (MatMul, Mul, Attention …); "
-            "decode this bundle with the eager backend or TensorRT, or export it with --dtype fp16 or fp32"
+            f"onnxruntime: CPUExecutionProvider has no {dtype} kernels (MatMul, Mul, Attention …); "
+            f"decode this bundle with the eager backend or TensorRT, or export it in {others}"
         )

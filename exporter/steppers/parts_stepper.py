@@ -1,4 +1,4 @@
-"""A unit in several graphs stepped as one: each part runs in turn and hands its hidden states to the next."""
+"""The stepper of a unit in several graphs: each part runs in turn and passes its hidden states to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exporter.steppers.protocol import Cache, Stepper
 
 
 class PartsCache(Cache):
-    """The caches of all parts as one, their tensors numbered through.
+    """The caches of all parts as one cache, with the tensors of the first part first.
 
     Attributes:
         parts: the cache of each part.
@@ -41,7 +41,7 @@ class PartsCache(Cache):
             part.write(row, [tensor for _, tensor in zip(part.read(row, 0), remaining, strict=False)])
 
     def free(self) -> None:
-        with contextlib.ExitStack() as freeing:  # one that cannot be freed keeps none of the others
+        with contextlib.ExitStack() as freeing:  # where one cannot be freed, the others still are
             for part in self.parts:
                 freeing.callback(part.free)
 
@@ -53,7 +53,7 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
     """Runs a unit whose graphs are consecutive parts, all on one backend.
 
     Attributes:
-        steppers: of each part, in order.
+        steppers: the stepper of each part, in order.
     """
 
     def __init__(self, contract: Contract, steppers: Sequence[Part]) -> None:
@@ -77,7 +77,7 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
         return self.steppers[-1].run(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
 
     def _advance(self, feeds: Mapping[str, Any], cache: PartsCache, first_row: int) -> dict[str, Any]:
-        """Runs all parts but the last; returns the feeds of the last."""
+        """Runs all parts but the last, and returns the feeds of the last."""
         feeds = dict(feeds)
         for stepper, part in zip(self.steppers[:-1], cache.parts, strict=False):
             feeds["hidden_states"] = stepper.pass_on(feeds, part, first_row)
@@ -89,8 +89,16 @@ class PartsStepper(Stepper[PartsCache], Generic[Part]):
                 closing.callback(stepper.close)
 
 
-def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Part]) -> Part | PartsStepper[Part]:
-    """A stepper over a bundle, whether it is one graph or several; steppers already open are closed when a later one fails."""
+def open_parts(
+    bundle: Bundle, open_part: Callable[[Bundle], Part], contract: Contract | None = None
+) -> Part | PartsStepper[Part]:
+    """Opens a bundle of one graph or several; when a part fails to open, the parts before it are closed.
+
+    Args:
+        bundle: the whole bundle.
+        open_part: opens one graph, given its own bundle.
+        contract: contract of all parts as one; None takes the bundle's.
+    """
     if not bundle.manifest.parts:
         return open_part(bundle)
     with contextlib.ExitStack() as opened:
@@ -99,4 +107,4 @@ def open_parts(bundle: Bundle, open_part: Callable[[Bundle], Part]) -> Part | Pa
             steppers.append(open_part(part))
             opened.callback(steppers[-1].close)
         opened.pop_all()
-    return PartsStepper(bundle.manifest.contract, steppers)
+    return PartsStepper(contract or bundle.manifest.contract, steppers)

@@ -1,6 +1,6 @@
-"""What every stepper offers: run a step on feeds and cache rows, and own the memory its cache lives in.
+"""The interface of all steppers: a stepper runs one step on feeds and cache rows, and owns the memory of its caches.
 
-A stepper trusts its caller: feeds obey the contract and fit the cache. The runtime checks that before each step.
+A stepper does not check its feeds. The runtime checks before each step that they keep the contract and fit the cache.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from exporter.spec.tensors import BATCH, CAPACITY, Contract
 
 
 class Cache(ABC):
-    """Past and present of every layer, one buffer each: [rows, K, C, D] in the bundle's dtype, zeroed when made.
+    """The keys and values of every layer, all zero at first.
+
+    Past and present of a tensor share one buffer [rows, K, C, D] in the bundle's dtype.
 
     Attributes:
-        n_rows: sequences it holds.
-        capacity: tokens each row can hold.
+        n_rows: number of sequences.
+        capacity: number of tokens that each row has space for.
     """
 
     n_rows: int
@@ -28,10 +30,10 @@ class Cache(ABC):
 
     @abstractmethod
     def zero(self, row: int, start: int, stop: int) -> None:
-        """Zeroes tokens start … stop − 1 of one row in every layer."""
+        """Sets tokens start … stop − 1 of one row to zero in every layer."""
 
     def free(self) -> None:  # noqa: B027 - not abstract on purpose: host memory frees itself
-        """Gives the memory back; the cache cannot be used afterwards."""
+        """Frees the memory; the cache cannot be used afterwards."""
 
     @abstractmethod
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -39,18 +41,18 @@ class Cache(ABC):
 
     @abstractmethod
     def read(self, row: int, length: int) -> list[np.ndarray]:
-        """A copy of the first `length` tokens of one row: key, value of each layer, [K, length, D] each."""
+        """Returns a copy of the first `length` tokens of one row: key and value of each layer, [K, length, D] each."""
 
     @abstractmethod
     def write(self, row: int, tensors: list[np.ndarray]) -> None:
-        """Puts back what `read` gave, at the row's start."""
+        """Writes tensors that `read` returned to the start of a row."""
 
 
 class HostCache(Cache):
     """A cache in the host's memory.
 
     Attributes:
-        arrays: key and value of each layer, [rows, K, C, D].
+        arrays: key and value of each layer, [rows, K, C, D] in the bundle's dtype.
     """
 
     def __init__(self, contract: Contract, n_rows: int, capacity: int) -> None:
@@ -77,30 +79,33 @@ class HostCache(Cache):
 
 
 class OnDevice(ABC):
-    """What a stepper adds that can take inputs from device memory and leave outputs there. Tensors and caches are its own kind."""
+    """A stepper that can read inputs in device memory and leave outputs there, in tensors of its own kind."""
 
     @abstractmethod
     def import_tensor(self, x: Any) -> Any:
-        """Takes another library's tensor by DLPack, ordered after what its producer has queued; nothing is copied."""
+        """Returns another library's tensor, by DLPack and without a copy; reads wait for its producer."""
 
     @abstractmethod
     def to_host(self, tensor: Any) -> np.ndarray:
-        """A copy in host memory."""
+        """Returns a copy in host memory."""
 
     @abstractmethod
     def run_on_device(self, feeds: Mapping[str, Any], cache: Any, first_row: int = 0) -> dict[str, Any]:
-        """As `Stepper.run`, with a first input that may lie on the device and outputs that stay there, in memory of their own."""
+        """Runs one step like `Stepper.run`; the first input may be in device memory.
+
+        Each output is in device memory of its own.
+        """
 
 
 OwnCache = TypeVar("OwnCache", bound=Cache)
 
 
 class Stepper(ABC, Generic[OwnCache]):
-    """Runs steps of one graph, over caches of its own kind.
+    """Runs steps of one graph over caches of its own kind.
 
     Attributes:
         backend: "eager", "onnxruntime", "tensorrt" or "interpreter".
-        description: backend, version and device in words, for reports.
+        description: backend, version and device in words.
         contract: inputs and outputs of the graph.
     """
 
@@ -110,24 +115,26 @@ class Stepper(ABC, Generic[OwnCache]):
 
     @abstractmethod
     def new_cache(self, n_rows: int, capacity: int) -> OwnCache:
-        """A zeroed cache in the memory this stepper computes in."""
+        """Returns a new cache, all zero, in the memory that this stepper computes in."""
 
     @abstractmethod
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: OwnCache | None = None, first_row: int = 0
     ) -> dict[str, np.ndarray]:
-        """Runs one step and returns the outputs by name, cache outputs left out.
+        """Runs one step and returns the outputs by name, without the cache's.
 
         Args:
             feeds: every input of the contract except past tensors, by name; their batch is B.
-            cache: updated in place, rows first_row … first_row + B − 1; None for a component.
-            first_row: the first cache row that takes part.
+            cache: the cache, whose rows first_row … first_row + B − 1 are updated in place; None for a component.
+            first_row: the first cache row of the step.
         """
 
     def pass_on(self, feeds: Mapping[str, Any], cache: OwnCache, first_row: int = 0) -> Any:
-        """Runs a step of a part that others follow: returns its hidden states in the form that the next part's stepper, one of
-        the same kind, takes as its `hidden_states` without a copy."""
+        """Runs a step of a part that other parts follow; returns its hidden states.
+
+        The next part's stepper is of the same kind and takes them as its `hidden_states` without a copy.
+        """
         return self.run(feeds, cache, first_row)["hidden_states_out"]
 
     def close(self) -> None:
-        """Frees what the stepper holds; it cannot be used afterwards."""
+        """Frees everything that the stepper owns; it cannot be used afterwards."""

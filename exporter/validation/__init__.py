@@ -1,1 +1,1 @@
-"""The proof: the same steps through two steppers, compared under tolerances that were measured."""
+"""Validation: runs the same steps through two steppers and compares the results under measured tolerances."""

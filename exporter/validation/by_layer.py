@@ -1,12 +1,11 @@
-"""Validates a model or stack layer by layer: one block of its graph against one eager block at a time, never the whole.
+"""Validates a model or stack layer by layer: compares one block of its graph with one eager block at a time.
 
-Each piece is cut out of model.onnx as the file has it (same nodes, same weights, read from the same data file), so that a
-16 GB model is validated in the memory of one block.
+Each piece is cut out of model.onnx as it is: the same nodes, and the same weights read from the same data file. A 16 GB
+model is therefore validated in the memory of one block.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,37 +16,39 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from exporter.bundle.bundle import Bundle
-from exporter.graph.float32_twin import widen_model
 from exporter.model.block import RMSNorm
 from exporter.model.weights import WeightSource
-from exporter.placing.temporaries import scratch_folder
 from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
 from exporter.spec.tensors import SEQUENCE, Contract, TensorSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
-from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
-from exporter.validation.comparison import Comparison, compare, compare_tensor
-from exporter.validation.control import judge_by_control
-from exporter.validation.recording import Recording, record
-from exporter.validation.tolerances import tolerance
+from exporter.steppers.protocol import Stepper
+from exporter.validation.comparison import Comparison, compare_tensor
+from exporter.validation.control import Control, control_dtype, judge
+from exporter.validation.cpu_graph import cpu_dtype, open_piece
+from exporter.validation.recording import Recording, record_run
+from exporter.validation.tolerances import VALIDATION_STAGE, tolerance
 
 HIDDEN = "hidden_states"
-_VOCABULARY_RUN = 16384  # rows of the output head at a time
+
+_VOCABULARY_RUN = 16384  # rows of the output head that are multiplied at a time
 
 
 def residual(layer: int) -> str:
-    """The value that a block's hidden states leave as."""
+    """Returns the name of the value that is a block's output."""
     return f"blocks.{layer}.mlp.residual"
 
 
 def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contract) -> onnx.ModelProto:
-    """One block of a whole graph as a graph of its own with a block's contract; it holds no weights, only where they lie.
+    """Returns one block of a whole graph as a graph of its own with a block's contract.
+
+    The result refers to weights by their place in the data file and holds none itself.
 
     Args:
         model: the whole graph, read without its data.
-        layer: which of its blocks, as the graph numbers them.
-        hidden_in: the value that its hidden states come in as.
-        block: the contract of a block unit in the graph's dtype.
+        layer: index of the block, as the graph numbers it.
+        hidden_in: name of the value that is the block's input.
+        block: contract of a block unit in the graph's dtype.
     """
     hidden_out = residual(layer)
     presents = [f"present.{layer}.{kind}" for kind in ("key", "value")]
@@ -62,7 +63,7 @@ def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contr
     element_type = ONNX_TYPES[block.inputs[0].dtype]
     axis = numpy_helper.from_array(np.array([2], np.int64), "validate.axis")
     zero = numpy_helper.from_array(np.zeros((), helper.tensor_dtype_to_np_dtype(element_type)), "validate.zero")
-    nodes += [  # pads leave a block unit as zeros
+    nodes += [  # the output of a block unit is zero at pads
         helper.make_node(
             "Unsqueeze", ["attention_mask.real", "validate.axis"], ["validate.real"], name="validate.real"
         ),
@@ -74,7 +75,12 @@ def layer_graph(model: onnx.ModelProto, layer: int, hidden_in: str, block: Contr
 
 
 def head_graph(model: onnx.ModelProto, unit: Unit, dtype: str) -> tuple[onnx.ModelProto, Contract]:
-    """Final norm and output head as a graph: hidden states [B, E] of the last tokens → float32 logits [B, V]."""
+    """Returns the final norm and output head as a graph of its own, with its contract.
+
+    It computes logits: fp32 [B, V] from the last tokens' hidden states [B, E], or [B, T, V] from [B, T, E] where the
+        unit
+    returns all logits.
+    """
     source = "last_token" if unit.logits == "last" else residual(unit.n_layers - 1)
     nodes = [_renamed(node, {source: HIDDEN}) for node in _nodes_between(model.graph, ["logits"], source)]
     logits = next(value for value in model.graph.output if value.name == "logits")
@@ -88,7 +94,7 @@ def head_graph(model: onnx.ModelProto, unit: Unit, dtype: str) -> tuple[onnx.Mod
 
 
 def _nodes_between(graph: onnx.GraphProto, outputs: list[str], cut: str) -> list[onnx.NodeProto]:
-    """The nodes that make `outputs`, in order, from the graph's inputs and the value `cut` on."""
+    """Returns the nodes that compute `outputs`, in order, from the graph's inputs and the value `cut`."""
     wanted, kept = set(outputs), []
     for node in reversed(graph.node):
         if wanted & set(node.output) - {cut}:
@@ -119,17 +125,17 @@ def _model(
     return helper.make_model(graph, opset_imports=list(whole.opset_import), ir_version=whole.ir_version)
 
 
-# --- the validation ----------------------------------------------------------------------------------------------------------
+# --- the validation ---------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class LayerValidation:
-    """Validates the pieces of one bundle's graph, each against the eager definition of that piece.
+    """Validates the pieces of one bundle's graph; each is compared with the eager definition of that piece.
 
     Attributes:
-        bundle: a stack or model whose cache is in place.
-        weights: rounded to the bundle's dtype.
-        seed: of the random inputs.
+        bundle: a stack or model whose cache is updated in place.
+        weights: weights rounded to the bundle's dtype.
+        seed: seed for the random inputs.
     """
 
     bundle: Bundle
@@ -137,94 +143,70 @@ class LayerValidation:
     seed: int
 
     def run(self, say: Callable[[str], None]) -> Iterator[Comparison]:
-        """Every block's scenarios, then a model's embedding and head."""
+        """Yields the comparisons of a model's embedding, of every block in every scenario, and of a model's head."""
         unit = self.bundle.manifest.unit
+        is_model = unit.kind == "model"
         bounds = self.bundle.manifest.parts or ((0, unit.n_layers),)
         for part, (first, stop) in zip(self.bundle.parts, bounds, strict=True):
             model = onnx.load(part.graph_path, load_external_data=False)
-            if unit.kind == "model" and first == 0:
+            if is_model and first == 0:
                 say("validate: embedding")
                 yield self._embedding(model, part.folder)
+            hidden_in = "embedding" if is_model and first == 0 else HIDDEN
             for layer in range(first, stop):
                 say(f"validate: layer {layer + 1} of {unit.n_layers}")
-                yield from self._block(
-                    model,
-                    part.folder,
-                    layer,
-                    "" if layer > first else HIDDEN if first or unit.kind != "model" else "embedding",
-                )
-            if unit.kind == "model" and stop == unit.n_layers:
+                yield from self._block(model, part.folder, layer, hidden_in)
+                hidden_in = residual(layer)
+            if is_model and stop == unit.n_layers:
                 say("validate: output head")
                 yield self._head(model, part.folder)
 
-    @property
-    def _arithmetic(self) -> str:
-        return "fp32" if self.bundle.manifest.dtype == "bf16" else self.bundle.manifest.dtype
-
-    @contextlib.contextmanager
-    def _open(self, piece: onnx.ModelProto, folder: Path, contract: Contract) -> Iterator[OnnxruntimeStepper]:
-        """The piece in onnxruntime, a bf16 one as its float32 twin."""
-        with scratch_folder() as scratch:
-            if self.bundle.manifest.dtype == "bf16":
-                stepper = OnnxruntimeStepper(str(widen_model(piece, folder, scratch)), contract, "fp32")
-            else:
-                stepper = OnnxruntimeStepper(piece.SerializeToString(), contract, self._arithmetic, data_folder=folder)
-            try:
-                yield stepper
-            finally:
-                stepper.close()
-
     def _block(self, model: onnx.ModelProto, folder: Path, layer: int, hidden_in: str) -> list[Comparison]:
         manifest = self.bundle.manifest
-        unit = Unit("block", first_layer=manifest.unit.first_layer + layer)
+        dtype, unit = manifest.dtype, Unit("block", first_layer=manifest.unit.first_layer + layer)
         block = dataclasses.replace(manifest.spec, unit=unit)
-        inputs = block.in_dtype(self._arithmetic)
+        contract = block.contract
 
-        def eager(dtype: str) -> Recording:
-            return record(inputs, EagerStepper.from_weights(block.in_dtype(dtype), self.weights), self.seed)
+        def recorded(stepper: Stepper) -> Recording:
+            return record_run(block.in_dtype(cpu_dtype(dtype)), stepper, self.seed)
 
-        reference = eager("fp32")
-        piece = layer_graph(model, layer, hidden_in or residual(layer - 1), block.contract)
-        with self._open(piece, folder, inputs.contract) as stepper:
-            candidate = record(inputs, stepper, self.seed)
-        comparisons = compare(reference, candidate, tolerance(("eager", "onnxruntime"), unit, manifest.dtype))
-        if not all(c.passed for c in comparisons):
-            comparisons = judge_by_control(
-                comparisons, reference, eager("fp64" if self._arithmetic == "fp32" else self._arithmetic)
-            )
-        return [
-            dataclasses.replace(c, scenario=f"layer {manifest.unit.first_layer + layer}: {c.scenario}")
-            for c in comparisons
-        ]
+        def eager(arithmetic: str) -> EagerStepper:
+            return EagerStepper.from_weights(block.in_dtype(arithmetic), self.weights)
+
+        reference = recorded(eager("fp32"))
+        with open_piece(layer_graph(model, layer, hidden_in, contract), folder, contract, dtype) as stepper:
+            candidate = recorded(stepper)
+
+        def run_control() -> Control:
+            stepper = eager(control_dtype(cpu_dtype(dtype)))
+            return Control(reference, recorded(stepper), stepper.description)
+
+        comparisons, _ = judge(reference, candidate, tolerance(VALIDATION_STAGE, unit, dtype), run_control)
+        return [dataclasses.replace(c, scenario=f"layer {unit.first_layer}: {c.scenario}") for c in comparisons]
 
     def _embedding(self, model: onnx.ModelProto, folder: Path) -> Comparison:
-        """Rows of the embedding, which must be the weights' own to the last bit."""
+        """Compares rows of the embedding, which must equal the weights bit for bit."""
         manifest = self.bundle.manifest
-        ids = np.random.default_rng(self.seed).integers(0, manifest.config.vocab_size, (2, 8))
-        output = TensorSpec("embedding", self._arithmetic, ("batch_size", SEQUENCE, manifest.config.hidden_size))
-        contract = Contract((TensorSpec("input_ids", "int64", ("batch_size", SEQUENCE)),), (output,))
-        written = dataclasses.replace(contract, outputs=(dataclasses.replace(output, dtype=manifest.dtype),))
-        with self._open(
-            _model(model, _nodes_between(model.graph, ["embedding"], ""), written, []), folder, contract
-        ) as stepper:
+        config, dtype = manifest.config, manifest.dtype
+        ids = np.random.default_rng(self.seed).integers(0, config.vocab_size, (2, 8))
+        tokens = TensorSpec("input_ids", "int64", ("batch_size", SEQUENCE))
+        output = TensorSpec("embedding", dtype, ("batch_size", SEQUENCE, config.hidden_size))
+        contract = Contract((tokens,), (output,))
+        piece = _model(model, _nodes_between(model.graph, ["embedding"], ""), contract, [])
+        with open_piece(piece, folder, contract, dtype) as stepper:
             rows = stepper.run({"input_ids": ids})["embedding"]
         expected = [self.weights.read("embedding.weight", rows=slice(i, i + 1)).numpy()[0] for i in ids.flatten()]
         return compare_tensor("embedding", "embedding", [np.stack(expected).reshape(rows.shape)], [rows], 0.0)
 
     def _head(self, model: onnx.ModelProto, folder: Path) -> Comparison:
-        """Final norm and head on random hidden states, against the float32 product taken a run of the vocabulary at a time."""
+        """Compares final norm and head on random hidden states with float32 products."""
         manifest, config = self.bundle.manifest, self.bundle.manifest.config
         piece, contract = head_graph(model, manifest.unit, manifest.dtype)
-        x = (
-            np.random.default_rng(self.seed)
-            .standard_normal((3, config.hidden_size))
-            .astype(numpy_dtype(manifest.dtype))
-        )
+        hidden = np.random.default_rng(self.seed).standard_normal((3, config.hidden_size))
+        x = hidden.astype(numpy_dtype(manifest.dtype))
         if SEQUENCE in contract.inputs[0].axes:
             x = x[None]
-        if self._arithmetic != manifest.dtype:
-            contract = Contract((dataclasses.replace(contract.inputs[0], dtype="fp32"),), contract.outputs)
-        with self._open(piece, folder, contract) as stepper:
+        with open_piece(piece, folder, contract, manifest.dtype) as stepper:
             logits = stepper.run({HIDDEN: x})["logits"]
         norm = RMSNorm(config.hidden_size, config.norm_eps)
         norm.load_state_dict({"weight": self.weights.read("norm.weight")})
@@ -233,5 +215,5 @@ class LayerValidation:
             normed = norm(torch.from_numpy(x.astype(np.float32)))
             runs = [slice(start, start + _VOCABULARY_RUN) for start in range(0, config.vocab_size, _VOCABULARY_RUN)]
             expected = torch.cat([normed @ self.weights.read(head, rows=run).T for run in runs], dim=-1).numpy()
-        allowed = tolerance(("eager", "onnxruntime"), manifest.unit, manifest.dtype).allowed
+        allowed = tolerance(VALIDATION_STAGE, manifest.unit, manifest.dtype).allowed
         return compare_tensor("output head", "logits", [expected], [logits], allowed)

@@ -19,14 +19,14 @@ class Comparison:
     """One tensor of one scenario, compared over all its steps.
 
     Attributes:
-        scenario: the scenario's name.
-        tensor: an output's name, or "cache rows".
-        shapes: of the tensor at each step.
-        max_error: max |a − b| relative to the reference's rms; infinite where shapes or dtypes differ or a value is not
-            finite. Cache rows are judged relative to rms or their own size, whichever is larger: keys of trained models
-            reach 40 × rms, where rounding to half alone is 2e-2 of rms.
-        mean_error: mean |a − b| likewise.
-        allowed: the largest max_error that passes.
+        scenario: name of the scenario.
+        tensor: name of an output, or "cache rows".
+        shapes: shapes of the tensor at each step.
+        max_error: largest |a − b| relative to the reference's rms; infinite where shapes or dtypes differ or a value is
+            not finite. The error of cache rows is relative to rms or to their own size, whichever is larger: keys of
+            trained models reach 40 × rms, and rounding such a key to half costs 2e-2 of rms.
+        mean_error: mean |a − b|, relative to the same.
+        allowed: largest `max_error` that passes.
     """
 
     scenario: str
@@ -42,7 +42,7 @@ class Comparison:
 
 
 def compare(reference: Recording, candidate: Recording, tolerance: Tolerance) -> list[Comparison]:
-    """Compares two recordings tensor by tensor; what the candidate lacks fails."""
+    """Compares two recordings tensor by tensor; a tensor that the candidate lacks fails."""
     return [
         compare_tensor(
             scenario,
@@ -79,7 +79,7 @@ def compare_tensor(
 def summarize(
     comparisons: list[Comparison], reference: str, candidate: str, tolerance: Tolerance, control: str | None
 ) -> dict:
-    """The comparisons as a section of report.json; infinite errors are written as null."""
+    """Returns the comparisons as a section of report.json; infinite errors are null."""
 
     def finite(value: float) -> float | None:
         return value if np.isfinite(value) else None

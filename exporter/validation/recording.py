@@ -19,23 +19,26 @@ from exporter.validation.scenarios import COMPONENT_SIZES, RunLimits, Scenario, 
 log = logging.getLogger(__name__)
 
 CACHE_ROWS = "cache rows"
-# (scenario, tensor) → the tensor at each step; cache rows are every row that a later step may read
+# (scenario, tensor) → the tensor at each step. Cache rows are all rows that a later step may read.
 Recording = dict[tuple[str, str], list[np.ndarray | None]]
 
 
-def record(
+def record_run(
     spec: GraphSpec,
     stepper: Stepper,
     seed: int = 0,
     limits: RunLimits = RunLimits(),  # noqa: B008 - frozen, so it can be shared
 ) -> Recording:
-    """Runs every scenario of the unit and keeps what comparisons look at.
+    """Runs every scenario of the unit and records the tensors that comparisons read.
 
     Args:
-        spec: what the stepper runs, in the dtype that the inputs are drawn in. Every stepper of one comparison gets the same.
+        spec: what the stepper runs, in the dtype of the random inputs. Every stepper of one comparison gets the same one.
         stepper: runs the steps.
-        seed: of the random inputs.
-        limits: what every stepper of the comparison takes.
+        seed: seed for the random inputs.
+        limits: limits that every stepper of the comparison keeps.
+
+    Raises:
+        InputError: the seed is negative.
     """
     if seed < 0:
         raise InputError(f"seed: got {seed}, expected 0 or more")
@@ -53,11 +56,11 @@ def record(
         return recording
     for scenario in cache_scenarios(spec.max_positions, limits):
         with timed(log, "%s: %s, %d steps", stepper.description, scenario.name, len(scenario.steps)):
-            recording |= _record_scenario(spec.config, scenario, stepper, inputs, rng)
+            recording |= _run_scenario(spec.config, scenario, stepper, inputs, rng)
     return recording
 
 
-def _record_scenario(
+def _run_scenario(
     config: ModelConfig, scenario: Scenario, stepper: Stepper, inputs: Contract, rng: np.random.Generator
 ) -> Recording:
     cache = stepper.new_cache(len(scenario.steps[0]), scenario.capacity)
@@ -67,7 +70,7 @@ def _record_scenario(
         for spec in inputs.step_outputs:
             output = _checked(outputs.get(spec.name), spec.dtype, inputs, stepper)
             if spec.name == "logits" and SEQUENCE in spec.axes and output is not None:
-                output = output[real_tokens(feeds)]  # logits at pads mean nothing; hidden states at pads must be 0
+                output = output[real_tokens(feeds)]  # logits at pads may be anything; hidden states at pads must be 0
             steps[spec.name].append(output)
     mask = feeds["attention_mask"]
     rows = [array[:, real == 1] for row, real in enumerate(mask) for array in cache.read(row, mask.shape[1])]
@@ -75,7 +78,7 @@ def _record_scenario(
 
 
 def _checked(output: np.ndarray | None, dtype: str, inputs: Contract, stepper: Stepper) -> np.ndarray | None:
-    """The output, or None where a stepper that keeps this contract returns another dtype than it says."""
+    """Returns the output, or None where it has another dtype than the contract that the stepper keeps."""
     if output is not None and stepper.contract == inputs and output.dtype != numpy_dtype(dtype):
         return None
     return output

@@ -1,4 +1,4 @@
-"""The inputs that every comparison runs: multi-step scenarios for units with a cache, shapes for components."""
+"""The inputs of every comparison: scenarios of several steps for units with a cache, sizes for components."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Scenario:
     """Consecutive steps over one cache.
 
     Attributes:
-        name: what it shows.
-        capacity: cache rows allocated per sequence.
-        steps: new tokens of each row, one tuple [B] a step.
-        left_pad: leading padding of each row [B]; counted in the first step's tokens.
-        shift: added to every position of real tokens.
+        name: name of the case that it covers.
+        capacity: cache rows per sequence.
+        steps: number of new tokens of each row, one tuple of B numbers for each step.
+        left_pad: number of pads at the start of each row, B numbers; the first step's tokens include them.
+        shift: number added to every position of real tokens.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Scenario:
     def feeds(
         self, contract: Contract, config: ModelConfig, rng: np.random.Generator
     ) -> Iterator[dict[str, np.ndarray]]:
-        """The feeds of each step in turn, tokens or hidden states drawn from `rng`."""
+        """Yields the feeds of each step; tokens or hidden states are drawn from `rng`."""
         first_input = contract.inputs[0]
         past = np.zeros(len(self.steps[0]), np.int64)
         left_pad = np.array(self.left_pad or [0] * len(past))
@@ -57,12 +57,12 @@ class Scenario:
 
 @dataclass(frozen=True)
 class RunLimits:
-    """What the stepper of a comparison takes; None where it takes anything.
+    """The limits of the steppers of a comparison; None means no limit.
 
     Attributes:
-        capacity: cache rows per sequence, where only one number will do.
-        max_batch: most sequences of one step.
-        max_seq_len: most new tokens of one step.
+        capacity: the only number of cache rows per sequence that they take.
+        max_batch: largest number of sequences in one step.
+        max_seq_len: largest number of new tokens in one step.
         ragged: whether the rows of a step may differ in length.
     """
 
@@ -72,7 +72,7 @@ class RunLimits:
     ragged: bool = True
 
     def fit(self, scenario: Scenario) -> Scenario | None:
-        """The scenario with long prefills in several steps; None where it has more or other sequences than a step can take."""
+        """Returns the scenario with long prefills cut into steps, or None where its batch does not keep the limits."""
         n_rows = len(scenario.steps[0])
         if not self.ragged and any(len(set(lengths)) > 1 for lengths in scenario.steps):
             return None
@@ -90,9 +90,9 @@ class RunLimits:
 
 
 def cache_scenarios(max_positions: int, limits: RunLimits = RunLimits()) -> list[Scenario]:
-    """The scenarios of block, stack and model, fitted to the positions the graph was exported for and to the stepper's limits.
+    """Returns the scenarios of a block, stack or model that fit its number of positions and the limits of the steppers.
 
-    A graph of fewer than 8 positions gets those that fit: a prefill of all but one token, and single tokens.
+    A graph of fewer than 8 positions has two: one decodes single tokens, one prefills all tokens but the last.
     """
     capacity = limits.capacity or min(32, max_positions)
     return [fitted for scenario in _scenarios(capacity, max_positions) if (fitted := limits.fit(scenario)) is not None]
@@ -123,7 +123,7 @@ COMPONENT_SIZES = (
 
 
 def component_feeds(spec: GraphSpec, sizes: dict[str, int], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random inputs of one component at the given sizes of its symbolic axes; masks are causal, R is a real rotation."""
+    """Returns random inputs of one component for the sizes of its symbolic axes; masks are causal, R is a rotation."""
     feeds = {}
     for tensor in spec.contract.inputs:
         shape = tensor.shape(sizes)

@@ -1,7 +1,7 @@
-"""Holds everything in a bundle's folder against what the bundle says of itself: every difference is gathered before any is reported.
+"""Verifies a bundle: checks every file in its folder and gathers all problems before it reports any.
 
-Two kinds of problem: damage, where a file is not the one that was written, and a broken contract, where the graph is and does not
-keep what it promises.
+There are two kinds of problem. Damage: a file is not the one that was written. A broken contract: the graph is the one
+that was written, but it does not keep its contract.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ DAMAGE, CONTRACT = "damage", "contract"
 
 @dataclass(frozen=True)
 class Problem:
-    """One difference: of which file, what it is and what to do about it.
+    """One problem of one file.
 
     Attributes:
         kind: "damage" or "contract".
-        file: by its path in the bundle.
-        problem: in words.
+        file: path of the file in the bundle.
+        problem: the problem and its fix, in words.
     """
 
     kind: str
@@ -55,14 +55,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was looked at in a bundle's folder, and what is wrong with it.
+    """The files of a bundle's folder that were checked, and their problems.
 
     Attributes:
-        folder: the bundle's.
-        bundle: None where the manifest could not be read, and nothing else was looked at.
-        files: every file that was held against a checksum or against what it must say.
-        problems: empty for a bundle that is whole.
-        others: files in the folder that are nobody's: not the bundle's and not its engines'.
+        folder: the bundle's folder.
+        bundle: the bundle; None where the manifest could not be read, and then no other file was checked.
+        files: every file that was checked.
+        problems: all problems; empty for a whole bundle.
+        others: files in the folder that belong neither to the bundle nor to its engines.
     """
 
     folder: Path
@@ -72,18 +72,18 @@ class Verification:
     others: tuple[str, ...]
 
     def check(self) -> None:
-        """Fails once, with everything that is wrong.
+        """Raises one error that names all problems, where there are any.
 
         Raises:
-            BundleError: something is damaged.
-            CheckFailed: nothing is, and the graph breaks its contract.
+            BundleError: a file is damaged.
+            CheckFailed: no file is damaged, but the graph breaks its contract.
         """
         if self.problems:
             kind = BundleError if any(problem.kind == DAMAGE for problem in self.problems) else CheckFailed
             raise kind(together(f"bundle {self.folder}", [str(problem) for problem in self.problems]))
 
     def to_dict(self) -> dict:
-        """One JSON document; `written_by` and what follows are missing where the manifest could not be read."""
+        """Returns one JSON document; where the manifest could not be read, it ends before `written_by`."""
         document = {
             "bundle": str(self.folder),
             "passed": not self.problems,
@@ -122,15 +122,15 @@ class Verification:
 
 def _producer(folder: Path) -> str:
     manifest = read_document(folder / MANIFEST_FILE)
-    assert isinstance(manifest, dict), "it was read before"
+    assert isinstance(manifest, dict), "Bundle.read has checked it"
     return manifest["producer"]
 
 
 def verify_bundle(folder: str | Path) -> Verification:
-    """Looks at everything in a bundle's folder.
+    """Checks every file in a bundle's folder.
 
     Raises:
-        BundleError: there is no bundle. A damaged one does not raise here but in `Verification.check`.
+        BundleError: the folder has no manifest. `Verification.check` raises for a damaged bundle.
     """
     folder = Path(folder)
     try:
@@ -156,12 +156,12 @@ def verify_bundle(folder: str | Path) -> Verification:
 
 
 def _parts(bundle: Bundle) -> list[tuple[str, Bundle]]:
-    """Each graph's own bundle, and what comes before its files' names in the whole one."""
+    """Returns each graph's own bundle, with the prefix of its files' names in the whole bundle."""
     return [(f"{part.folder.name}/" if bundle.manifest.parts else "", part) for part in bundle.parts]
 
 
 def _records(bundle: Bundle) -> list[EngineRecord]:
-    """A graph's engine records, none where they cannot be read; that they cannot is a problem of its own."""
+    """Returns a graph's engine records; none where they cannot be read, which `_all_engine_problems` reports."""
     try:
         return read_records(bundle.folder)
     except BundleError:
@@ -169,7 +169,7 @@ def _records(bundle: Bundle) -> list[EngineRecord]:
 
 
 def _engine_files(bundle: Bundle) -> list[str]:
-    names: dict[str, None] = {}  # an ordered set: engines share a graph
+    names: dict[str, None] = {}  # an ordered set, because engines may share a graph
     for prefix, part in _parts(bundle):
         if (part.folder / ENGINES_FILE).is_file():
             names[f"{prefix}{ENGINES_FILE}"] = None
@@ -185,11 +185,11 @@ def _other_files(folder: Path, known: set[str]) -> tuple[str, ...]:
     return tuple(sorted(found - known))
 
 
-# --- the manifest's files --------------------------------------------------------------------------------------------------
+# --- the manifest's files ---------------------------------------------------------------------------------------------
 
 
 def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
-    """Of all files that the manifest lists, and of what the graphs among them say."""
+    """Yields problems of all files that the manifest lists, and of the graphs among them."""
     with timed(log, "sizes and checksums of %s", ", ".join(bundle.manifest.files)):
         damaged, misshapen = bundle.problems("full")
     yield from (Problem(DAMAGE, name, f"it {problem}") for name, problem in damaged.items())
@@ -206,31 +206,25 @@ def _graph_problems(bundle: Bundle) -> Iterator[Problem]:
 
 
 def _text_problems(bundle: Bundle) -> Iterator[Problem]:
-    """Of the files that travel along: the tokenizer's and genai_config.json."""
+    """Yields problems of the tokenizer's files, of genai_config.json and of the end tokens."""
     manifest = bundle.manifest
     listed = set(manifest.files) - set(graph_files(len(manifest.parts)))
     growing = manifest.unit.cache == "growing"
     if growing != (GENAI_CONFIG_FILE in listed):
-        yield Problem(
-            DAMAGE,
-            MANIFEST_FILE,
-            f"it lists {'no ' if growing else ''}{GENAI_CONFIG_FILE} for a cache that is {manifest.unit.cache}",
-        )
+        listing = f"{'no ' if growing else ''}{GENAI_CONFIG_FILE}"
+        yield Problem(DAMAGE, MANIFEST_FILE, f"it lists {listing} for a cache that is {manifest.unit.cache}")
     of_tokenizer = sorted(listed & set(TOKENIZER_FILES))
     if manifest.unit.kind != "model" and of_tokenizer:
-        yield Problem(
-            DAMAGE, MANIFEST_FILE, f"it lists {', '.join(of_tokenizer)} for a {manifest.unit}, which has no tokens"
-        )
+        names = ", ".join(of_tokenizer)
+        yield Problem(DAMAGE, MANIFEST_FILE, f"it lists {names} for a {manifest.unit}, which has no tokens")
     for name in sorted(listed):
         if (bundle.folder / name).is_file() and name.endswith(".json"):
             yield from (Problem(DAMAGE, name, f"{problem}; export again") for problem in _json_problems(bundle, name))
     beyond = [token for token in manifest.end_token_ids if token >= manifest.config.vocab_size]
     if beyond:
-        yield Problem(
-            DAMAGE,
-            MANIFEST_FILE,
-            f"got end_token_ids {beyond}, expected tokens below the vocabulary's {manifest.config.vocab_size:,}",
-        )
+        size = manifest.config.vocab_size
+        problem = f"got end_token_ids {beyond}, expected tokens below {size:,}, the size of the vocabulary"
+        yield Problem(DAMAGE, MANIFEST_FILE, problem)
 
 
 def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
@@ -250,11 +244,12 @@ def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
             yield str(error)
             return
         if largest >= manifest.config.vocab_size:
-            yield f"its largest token is {largest:,}, expected one below the vocabulary's {manifest.config.vocab_size:,}"
+            size = manifest.config.vocab_size
+            yield f"its largest token is {largest:,}, expected one below {size:,}, the size of the vocabulary"
 
 
 def _differences(got: object, expected: object, place: str = "") -> Iterator[str]:
-    """Where two JSON values differ, by dotted key."""
+    """Yields the differences between two JSON values, by dotted key."""
     if isinstance(got, dict) and isinstance(expected, dict):
         for key in sorted({*got, *expected}):
             yield from _differences(got.get(key), expected.get(key), f"{place}.{key}" if place else key)
@@ -269,7 +264,7 @@ def _report_problems(bundle: Bundle) -> Iterator[Problem]:
         yield Problem(DAMAGE, REPORT_FILE, str(error).removeprefix(f"{bundle.folder / REPORT_FILE}: "))
 
 
-# --- engines ---------------------------------------------------------------------------------------------------------------
+# --- engines ----------------------------------------------------------------------------------------------------------
 
 
 def _all_engine_problems(bundle: Bundle) -> Iterator[Problem]:
@@ -285,33 +280,27 @@ def _all_engine_problems(bundle: Bundle) -> Iterator[Problem]:
 
 
 def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str, str]]:
-    """Of one engine: its file, where it came from, the graph it was built from, and whether its record fits the bundle."""
+    """Yields problems of one engine: its file, its origin, its graph and its record, each with the file's name."""
     manifest = bundle.manifest
     problem = size_problem(bundle, record) or file_problem(bundle.folder, record, verify="full")
     if problem:
         yield record.file, problem
     changed = changed_origins(bundle, record)
     for name in changed:
-        was = record.lineage.get(name, "unknown")
-        yield (
-            record.file,
-            f"it came from another {name} (SHA-256 {was:.12}…, the bundle's is {bundle.lineage[name]:.12}…); build again",
-        )
+        was, expected = record.lineage.get(name, "unknown"), bundle.lineage[name]
+        checksums = f"SHA-256 {was:.12}…, the bundle's is {expected:.12}…"
+        yield record.file, f"it came from another {name} ({checksums}); build again"
     dtypes = {spec.name: spec.dtype for spec in (*manifest.contract.inputs, *manifest.contract.outputs)}
     if record.dtypes != dtypes:
         differing = sorted(name for name in {*record.dtypes, *dtypes} if record.dtypes.get(name) != dtypes.get(name))
-        yield (
-            record.file,
-            f"its record has other tensors or dtypes than the bundle at {', '.join(differing)}; build again",
-        )
+        names = ", ".join(differing)
+        yield record.file, f"its record has other tensors or dtypes than the bundle at {names}; build again"
     capacity = record.cache_capacity
     if (capacity is not None) != manifest.unit.has_cache or not 1 <= (capacity or 1) <= manifest.max_positions:
-        yield (
-            record.file,
-            f"its record has cache_capacity {capacity} for a {manifest.unit} of {manifest.max_positions} positions; build again",
-        )
+        unit = f"a {manifest.unit} of {manifest.max_positions} positions"
+        yield record.file, f"its record has cache_capacity {capacity} for {unit}; build again"
     elif not is_inside(bundle.folder / record.graph_file, bundle.folder):
-        yield record.graph_file, "it is a link that leads out of the folder; build again"
+        yield record.graph_file, "it is a link to a file outside of the folder; build again"
     elif capacity is not None and GRAPH_FILE not in changed and not bundle.file_problems([GRAPH_FILE]):
         problem = fixed_graph_problem(bundle.folder / record.graph_file, bundle.graph_path, capacity)
         if problem:

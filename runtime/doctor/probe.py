@@ -61,8 +61,9 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
         ArithmeticError: it differs by more than the tolerances allow.
     """
     from exporter.steppers.eager_stepper import EagerStepper
-    from exporter.validation.tolerances import CONTROL_FACTOR, tolerance
-    from exporter.validation.validation_steppers import reference_weights
+    from exporter.validation.control import CONTROL_FACTOR
+    from exporter.validation.reference_weights import reference_weights
+    from exporter.validation.tolerances import tolerance
 
     manifest = bundle.manifest
     reference = EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), reference_weights(bundle))

@@ -1,4 +1,4 @@
-"""The comparison of backends: what passes, what every planted fault does to it, and its reports."""
+"""The comparison of backends: it passes sound bundles, finds every planted fault, and writes its reports."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest
 from engines.commands.main import main
 from engines.comparison import compare as comparison
 from engines.comparison.audit import BackendAudit
-from engines.comparison.compare import CompareRequest, StepDifference, compare_bundle
+from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.comparison.html_page import to_html
 from engines.comparison.report import to_dict
+from engines.comparison.results import StepDifference
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.common.errors import BackendError, InputError
 from exporter.spec.unit import COMPONENTS
@@ -52,36 +53,29 @@ def test_onnxruntime_can_be_the_reference(tiny_bundle, unit, dtype):
 
 
 def test_the_fault_that_tensorrts_parser_makes_silently_shows_without_a_gpu(tiny_bundle, tmp_path, capsys, monkeypatch):
-    """CASES.md: is_causal with nonpad_kv_seqlen is valid ONNX and right in onnxruntime; the parser builds an upper-left mask."""
+    """is_causal with nonpad_kv_seqlen is valid ONNX, and onnxruntime runs it right; the parser builds a wrong mask."""
     broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken", causal_with_key_lengths)
     result = compare_bundle(broken, CompareRequest(PAIR))
     assert not result.passed
     decode = {
         t.comparison.scenario: t for t in result.results[0].tensors if t.comparison.tensor == "hidden_states_out"
     }["decode"]
-    assert [step.max_abs > 0.05 for step in decode.steps] == [
-        False,
-        True,
-        True,
-        True,
-    ]  # the prefill is right, no step after it is
+    wrong = [step.max_abs > 0.05 for step in decode.steps]
+    assert wrong == [False, True, True, True]  # the prefill is right, and every later step is wrong
     first = result.results[0].audit.first_failure
     assert first.name == "blocks.0.attention.heads" and first.step == 1
-    monkeypatch.setattr(
-        "exporter.bundle.bundle.check_graph_form", lambda *_: None
-    )  # which knows none of the operators that count the lengths
+    # the check of the graph's form knows none of the operators that count the lengths
+    monkeypatch.setattr("exporter.bundle.bundle.check_graph_form", lambda *_: None)
     assert main(["compare", str(broken.folder), "--backends", "onnxruntime,interpreter"]) == 1
     assert "blocks.0.attention.heads" in capsys.readouterr().err
     sound = compare_bundle(broken, CompareRequest(("eager", "onnxruntime")))
     failed = {t.comparison.scenario for t in sound.results[0].tensors if not t.comparison.passed}
-    assert failed <= {
-        "left-padded mask",
-        "ragged batch",
-    }  # lengths say nothing of leading pads, and count trailing ones as queries
+    # lengths do not count leading pads, and count trailing pads as queries
+    assert failed <= {"left-padded mask", "ragged batch"}
 
 
 class Damaged(OnnxruntimeStepper):
-    """onnxruntime whose outputs are damaged after the fact."""
+    """onnxruntime whose outputs are damaged after each step."""
 
     damage = staticmethod(lambda outputs: outputs)
 
@@ -120,9 +114,8 @@ def test_a_damaged_output_fails_the_comparison(tiny_bundle, monkeypatch, capsys,
     result = compare_bundle(bundle, CompareRequest(("eager", "onnxruntime")))
     assert not result.passed
     assert {t.comparison.tensor for t in result.results[0].tensors if not t.comparison.passed} == {"hidden_states_out"}
-    assert (
-        main(["compare", str(bundle.folder), "--backends", "eager,onnxruntime", "--no-audit", "--format", "json"]) == 1
-    )
+    options = ["--backends", "eager,onnxruntime", "--no-audit", "--format", "json"]
+    assert main(["compare", str(bundle.folder), *options]) == 1
     document = json.loads(capsys.readouterr().out)
     failed = [t for r in document["results"] for t in r["tensors"] if not t["passed"]]
     assert failed and not document["passed"]
@@ -199,14 +192,8 @@ def test_another_capacity_gives_the_same_verdict(tiny_bundle):
     result = compare_bundle(tiny_bundle("block", "fp16"), CompareRequest(cache_capacity=64))
     assert result.passed
     near = next(t for t in result.results[1].tensors if t.comparison.scenario == "near capacity")
-    assert (
-        sum(
-            step.shape[1]
-            for step in near.steps
-            if len(step.shape) == 3 and near.comparison.tensor == "hidden_states_out"
-        )
-        == 64
-    )
+    assert near.comparison.tensor == "hidden_states_out"
+    assert sum(step.shape[1] for step in near.steps if len(step.shape) == 3) == 64
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +213,7 @@ def test_the_documents_hold_every_operation_and_no_number_that_json_lacks(audite
         )
 
 
-def test_the_page_stands_alone_and_says_what_the_document_says(audited, tiny_bundle, tmp_path):
+def test_the_page_needs_no_other_file_and_has_the_same_results(audited, tiny_bundle, tmp_path):
     page = to_html(audited)
     assert "http" not in page and "<script" not in page and page.count("<svg") == 4
     assert "prefers-color-scheme: dark" in page and page.count("PASSED") > 4 and "FAILED" not in page
@@ -238,15 +225,9 @@ def test_the_page_stands_alone_and_says_what_the_document_says(audited, tiny_bun
 def test_the_command_writes_its_page_and_its_polygraphy_files(tiny_bundle, tmp_path, capsys):
     bundle = tiny_bundle("block", "fp16")
     files = {name: tmp_path / name for name in ("page.html", "inputs.json", "outputs.json", "loader.py")}
-    arguments = [
-        "--html",
-        files["page.html"],
-        "--save-inputs",
-        files["inputs.json"],
-        "--save-outputs",
-        files["outputs.json"],
-    ]
-    arguments += ["--save-data-loader", files["loader.py"], "--backends", "eager,interpreter"]
+    arguments = ["--html", files["page.html"], "--save-inputs", files["inputs.json"]]
+    arguments += ["--save-outputs", files["outputs.json"], "--save-data-loader", files["loader.py"]]
+    arguments += ["--backends", "eager,interpreter"]
     assert main(["compare", str(bundle.folder), *map(str, arguments)]) == 0
     assert all(path.stat().st_size > 200 for path in files.values())
     tool = str(Path(sys.executable).with_name("polygraphy"))
@@ -280,7 +261,7 @@ def test_polygraphys_own_comparator_drives_our_runners(tiny_bundle):
 
 
 def test_the_runner_binds_past_and_present_of_a_tensorrt_engine_at_one_address(tiny_bundle):
-    """Over the double, which refuses to run where they lie apart."""
+    """The double of the engine refuses to run where they are at two addresses."""
     from engines.comparison.polygraphy_files import StepperRunner, steps
 
     bundle = tiny_bundle("block", "fp32")

@@ -14,7 +14,7 @@ from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.feeds import step_feeds
 from exporter.steppers.eager_stepper import EagerStepper
-from exporter.validation.recording import record as record_scenarios
+from exporter.validation.recording import record_run as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double

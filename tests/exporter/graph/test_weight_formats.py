@@ -31,7 +31,7 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.unit import Unit
 from exporter.spec.weight_formats import WEIGHT_FORMATS, WeightFormat, is_quantized
 from exporter.validation.bundle_validation import validate_bundle
-from exporter.validation.validation_steppers import reference_weights
+from exporter.validation.reference_weights import reference_weights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 

@@ -14,14 +14,15 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.bundle_validation import validate_bundle
 from exporter.validation.comparison import compare, compare_tensor, summarize
-from exporter.validation.control import judge_by_control
-from exporter.validation.recording import CACHE_ROWS, record
+from exporter.validation.control import CONTROL_FACTOR, judge_by_control
+from exporter.validation.recording import CACHE_ROWS, record_run
 from exporter.validation.scenarios import cache_scenarios
-from exporter.validation.tolerances import CONTROL_FACTOR, tolerance
+from exporter.validation.tolerances import tolerance
 from tests.conftest import MAX_POSITIONS, TINY
 
 UNIT = Unit.parse("block", TINY)
 SPEC = GraphSpec(TINY, UNIT, "fp32", MAX_POSITIONS)
+VALIDATED_COMPONENTS = ("prepare_qkv", "repeat_kv", "attention", "swiglu_mlp")
 
 
 def eager() -> EagerStepper:
@@ -79,7 +80,7 @@ def shifted_cache_row(outputs, cache):
 
 
 def recorded(stepper: Stepper):
-    return record(SPEC, stepper)
+    return record_run(SPEC, stepper)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_a_planted_fault_fails_with_and_without_a_control(damage):
     comparisons = compare(reference, recorded(Faulty(damage)), FLOAT32)
     assert not all(c.passed for c in comparisons)
     control = EagerStepper.from_weights(SPEC.in_dtype("fp64"), RandomWeights(TINY, 0))
-    control_recording = record(SPEC, control)
+    control_recording = record_run(SPEC, control)
     assert not all(c.passed for c in judge_by_control(comparisons, reference, control_recording))
 
 
@@ -111,13 +112,13 @@ def test_one_wrong_row_of_4096_fails():
     assert compare_tensor("s", "t", [reference], [reference + 1e-5], 1e-3).passed
 
 
-def test_a_control_widens_what_is_allowed_by_what_it_strayed_itself_and_no_more():
+def test_a_control_widens_the_tolerance_by_its_own_error_and_no_more():
     reference = {("s", "t"): [np.ones(4)], ("s", "u"): [np.ones(4)]}
     control = {("s", "t"): [np.full(4, 1.01)], ("s", "u"): [np.full(4, np.nan)]}
     for error, passed in ((0.01 * CONTROL_FACTOR - 1e-6, True), (0.01 * CONTROL_FACTOR + 1e-6, False)):
         candidate = {key: [array + error for array in arrays] for key, arrays in reference.items()}
         judged = judge_by_control(compare(reference, candidate, FLOAT32), reference, control)
-        assert [c.passed for c in judged] == [passed, False]  # a control that broke down widens nothing
+        assert [c.passed for c in judged] == [passed, False]  # a control that is not finite widens nothing
 
 
 def test_large_cache_values_are_judged_by_their_own_size():
@@ -131,8 +132,9 @@ def test_large_cache_values_are_judged_by_their_own_size():
 def test_the_scenarios_cover_what_they_name():
     by_name = {s.name: s for s in cache_scenarios(8192)}
     assert set(by_name) == {
-        "empty cache", "prefill", "decode", "chunked prefill", "ragged batch", "left-padded mask", "shifted positions", "near capacity"
-    }  # fmt: skip
+        *("empty cache", "prefill", "decode", "chunked prefill", "ragged batch"),
+        *("left-padded mask", "shifted positions", "near capacity"),
+    }
     near = by_name["near capacity"]
     assert sum(step[0] for step in near.steps) == near.capacity
     assert len({len(s.steps[0]) for s in by_name.values()}) > 1
@@ -145,13 +147,10 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
     make = exporter.graph.weight_writer._piece
 
     def damaged(stored, read, buffers):
-        return make(
-            stored,
-            (lambda: {name: run * 1.1 for name, run in read().items()})
-            if stored.name.endswith("up_proj.weight")
-            else read,
-            buffers,
-        )
+        def wrong():
+            return {name: run * 1.1 for name, run in read().items()}
+
+        return make(stored, wrong if stored.name.endswith("up_proj.weight") else read, buffers)
 
     monkeypatch.setattr(exporter.graph.weight_writer, "_piece", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
@@ -163,15 +162,7 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(
     "unit",
-    [
-        "block",
-        "stack",
-        "model",
-        "component:prepare_qkv",
-        "component:repeat_kv",
-        "component:attention",
-        "component:swiglu_mlp",
-    ],
+    ["block", "stack", "model", *(f"component:{name}" for name in VALIDATED_COMPONENTS)],
 )
 def test_every_unit_agrees_with_eager_over_several_seeds(tiny_bundle, unit, dtype):
     bundle = tiny_bundle(unit, dtype)

@@ -1,4 +1,4 @@
-"""`python -m exporter verify`: everything that is wrong with a bundle is named, all of it at once; a whole bundle passes."""
+"""`python -m exporter verify` names all problems of a bundle at once; a whole bundle passes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINE, FIXED_GRAPH = "model.c32.tensorrt-rtx.engine", "model.c32.onnx"
 
 @pytest.fixture(scope="module")
 def originals(tiny_bundle, tmp_path_factory):
-    """A stack in parts with an engine each, and a growing model with a tokenizer."""
+    """Makes a stack in two parts with one engine each, and a growing model with a tokenizer."""
     folder = tmp_path_factory.mktemp("originals")
     shutil.copytree(tiny_bundle("stack", "fp16", "2", n_parts=2).folder, folder / "parts")
     build_parts(Bundle.open(folder / "parts"), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))
@@ -57,7 +57,7 @@ def growing(originals, tmp_path) -> Path:
 
 
 def problems(folder: Path) -> dict[str, list[str]]:
-    """What verify finds, by file."""
+    """Returns what verify finds, by file."""
     found: dict[str, list[str]] = {}
     for problem in verify_bundle(folder).problems:
         found.setdefault(problem.file, []).append(problem.problem)
@@ -65,7 +65,7 @@ def problems(folder: Path) -> dict[str, list[str]]:
 
 
 def relist(folder: Path, *names: str, **changes: object) -> None:
-    """Makes the manifest say that all is well with files that were changed."""
+    """Writes the checksums of changed files into the manifest, so that the files match it."""
     manifest = json.loads((folder / MANIFEST_FILE).read_text()) | changes
     for name in names:
         manifest["files"][name] = {"size_bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
@@ -78,7 +78,7 @@ def change(path: Path, edit) -> None:
     path.write_text(json.dumps(data))
 
 
-# --- what passes -------------------------------------------------------------------------------------------------------
+# --- what passes ------------------------------------------------------------------------------------------------------
 
 
 def test_a_whole_bundle_passes_and_its_document_names_every_file(originals, capsys):
@@ -101,17 +101,17 @@ def test_a_growing_bundle_with_its_tokenizer_passes(originals):
     assert verification.problems == () and {GENAI_CONFIG_FILE, "tokenizer.json"} <= set(verification.files)
 
 
-def test_files_of_others_are_named_and_no_problem(growing, capsys):
+def test_other_files_are_named_and_are_no_problem(growing, capsys):
     (growing / "notes.txt").write_text("mine")
     (growing / "old.engine").write_text("nobody's")
     assert main(["verify", str(growing)]) == 0
     assert "not looked at: notes.txt, old.engine" in capsys.readouterr().err
 
 
-# --- damage is gathered, then said once ----------------------------------------------------------------------------------
+# --- damage is gathered, then reported once ---------------------------------------------------------------------------
 
 
-def test_everything_that_is_wrong_is_said_at_once_and_exits_2(parts, capsys):
+def test_all_problems_are_reported_at_once_and_exit_2(parts, capsys):
     os.truncate(parts / "part0" / DATA_FILE, 4096)
     (parts / "part1" / GRAPH_FILE).unlink()
     with open(parts / "part1" / ENGINE, "r+b") as file:
@@ -138,9 +138,8 @@ def test_an_unreadable_manifest_is_the_one_problem_of_the_document(growing, caps
     (growing / MANIFEST_FILE).write_text("{")
     assert main(["verify", str(growing), "--format", "json"]) == 2
     document = json.loads(capsys.readouterr().out)
-    assert [problem["file"] for problem in document["problems"]] == [MANIFEST_FILE] and "not JSON" in document[
-        "problems"
-    ][0]["problem"]
+    (problem,) = document["problems"]
+    assert problem["file"] == MANIFEST_FILE and "not JSON" in problem["problem"]
 
 
 def test_a_graph_that_is_no_onnx_is_named(growing):
@@ -148,7 +147,7 @@ def test_a_graph_that_is_no_onnx_is_named(growing):
     assert any("cannot be read as ONNX" in problem for problem in problems(growing)[GRAPH_FILE])
 
 
-# --- a graph that is as the manifest says and breaks its contract ----------------------------------------------------------
+# --- a graph that is as the manifest says and breaks its contract -----------------------------------------------------
 
 
 def _rename_input(model: onnx.ModelProto) -> None:
@@ -174,9 +173,8 @@ def _foreign_domain(model: onnx.ModelProto) -> None:
 
 def _part_a_cache_pair(model: onnx.ModelProto) -> None:
     scatter = next(node for node in model.graph.node if node.op_type == "TensorScatter")
-    scatter.input[0] = next(
-        node for node in model.graph.node if node.op_type == "TensorScatter" and node is not scatter
-    ).input[0]
+    others = (node for node in model.graph.node if node.op_type == "TensorScatter" and node is not scatter)
+    scatter.input[0] = next(others).input[0]
 
 
 def _move_weight(model: onnx.ModelProto) -> None:
@@ -209,7 +207,7 @@ def test_a_broken_contract_is_named_and_exits_1(tiny_bundle, tmp_path, capsys, f
     assert said in capsys.readouterr().err
 
 
-# --- engines -----------------------------------------------------------------------------------------------------------
+# --- engines ----------------------------------------------------------------------------------------------------------
 
 
 def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
@@ -217,9 +215,8 @@ def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
     change(parts / "part1" / ENGINES_FILE, lambda data: data["engines"][0]["lineage"].update({DATA_FILE: "0" * 64}))
     ((name, (said,)),) = problems(parts).items()
     assert name == f"part1/{ENGINE}"
-    assert (
-        f"it came from another {DATA_FILE} (SHA-256 000000000000…, the bundle's is {lineage[DATA_FILE][:12]}…)" in said
-    )
+    checksums = f"SHA-256 000000000000…, the bundle's is {lineage[DATA_FILE][:12]}…"
+    assert f"it came from another {DATA_FILE} ({checksums})" in said
 
 
 @pytest.mark.parametrize(
@@ -268,14 +265,14 @@ def _other_capacity(path: Path) -> None:
         (lambda path: path.write_bytes(b"\xff" * 50), "it is not model.onnx with cache_capacity fixed at 32"),
         (_other_capacity, "it is not model.onnx with cache_capacity fixed at 32"),
     ],
-    ids=["missing", "rubbish", "another capacity"],
+    ids=["missing", "random data", "another capacity"],
 )
 def test_a_fixed_graph_that_is_not_the_bundles_is_named(parts, damage, said):
     damage(parts / "part0" / FIXED_GRAPH)
     assert said in problems(parts)[f"part0/{FIXED_GRAPH}"][0]
 
 
-# --- what travels along --------------------------------------------------------------------------------------------------
+# --- settings and tokenizer -------------------------------------------------------------------------------------------
 
 
 def test_settings_of_another_model_are_named_by_key(growing):
@@ -310,7 +307,7 @@ def test_tokens_and_settings_that_the_unit_cannot_have_are_named(growing, tiny_b
     assert "genai_config.json for a cache that is in_place" in first and "lists tokenizer.json for a block" in second
 
 
-# --- the same checks when a bundle is opened -------------------------------------------------------------------------------
+# --- the same checks when a bundle is opened --------------------------------------------------------------------------
 
 
 def flip_byte(path: Path) -> None:
@@ -324,9 +321,8 @@ def flip_byte(path: Path) -> None:
 def test_opening_names_every_damaged_file_at_once(parts):
     os.truncate(parts / "part0" / DATA_FILE, 4096)
     (parts / "part1" / GRAPH_FILE).unlink()
-    with pytest.raises(
-        BundleError, match=r"2 problems:\n  part0/model\.onnx\.data has 4,096 bytes.*\n  part1/model\.onnx is missing"
-    ):
+    expected = r"2 problems:\n  part0/model\.onnx\.data has 4,096 bytes.*\n  part1/model\.onnx is missing"
+    with pytest.raises(BundleError, match=expected):
         Bundle.open(parts)
 
 
