@@ -16,6 +16,7 @@ from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import LARGEST_COUNT
 from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.unit import UNIT_KINDS
 from exporter.steppers.protocol import Cache, Stepper
 from runtime.backends import open_stepper
 from runtime.device_io import DeviceIO, all_on_device
@@ -29,6 +30,8 @@ from runtime.state import SessionState, SlotState
 from runtime.turns import TakesTurns, in_turn
 
 log = logging.getLogger(__name__)
+
+WITH_CACHE = tuple(kind for kind in UNIT_KINDS if kind != "component")
 
 
 class DecodeSession(TakesTurns):
@@ -106,7 +109,7 @@ class DecodeSession(TakesTurns):
         check_in_place(opened)
         if not manifest.unit.has_cache:
             raise InputError(
-                f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; "
+                f"bundle {bundle}: it is a {manifest.unit}, expected one of {', '.join(WITH_CACHE)}; "
                 "a component has no cache to decode with"
             )
         if not is_whole_number(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:

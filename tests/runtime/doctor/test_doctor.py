@@ -1,4 +1,4 @@
-"""`python -m runtime doctor`: what is whole passes, and every broken piece is a finding with its fix, whether it raises, crashes or hangs."""
+"""`python -m runtime doctor`: what works passes; what raises, crashes or hangs is a finding with its fix."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_table_shows_texts_as_they_are_in_80_columns(capsys, monkeypatch):
 
 @pytest.fixture
 def plant(tmp_path, monkeypatch):
-    """Puts a module of that content before the real one in child processes."""
+    """Makes child processes import a module with the given content in place of the real one."""
 
     def make(name: str, content: str) -> None:
         (tmp_path / "planted").mkdir(exist_ok=True)
@@ -181,7 +181,7 @@ def test_the_bundle_that_is_tried_is_the_probes_own(block):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Pretends that exactly these distributions are installed beside the real ones; None takes one away."""
+    """Makes these distributions look installed, besides the real ones; None makes one look missing."""
     real = runtime.doctor.installed.installed_version
 
     def pretend(**versions: str | None) -> None:
