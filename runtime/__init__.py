@@ -1,4 +1,4 @@
-"""Decoding from a bundle: sessions that own the KV cache. Importing this package and decoding on onnxruntime load no torch."""
+"""Decoding from a bundle, in sessions that own the KV cache. Import and decoding on onnxruntime load no torch."""
 
 import logging
 

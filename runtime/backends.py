@@ -1,4 +1,4 @@
-"""Which stepper a session runs on: the one asked for or an error, never a quiet substitute."""
+"""Opens the stepper that a session runs on. A backend that cannot run is an error, never replaced silently."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ def open_stepper(
     cache_capacity: int | None,
     verify: str = "graph",
 ) -> tuple[Stepper, int]:
-    """The stepper for a session and the cache capacity to use; what does not fit in memory is refused before it is opened.
+    """Opens a stepper, after checking that the session fits in memory. The arguments are those of `DecodeSession.open`.
+
+    Returns:
+        The stepper, and the cache capacity to use.
 
     Raises:
-        InputError: an unknown backend, providers where they mean nothing, or sizes that do not fit.
-        BackendError: the backend or provider is not here or cannot run this bundle.
+        InputError: an unknown backend, providers for a backend without any, or sizes that do not fit.
+        BackendError: the backend or provider is not installed or cannot run this bundle.
     """
     if backend not in BACKENDS:
         raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
@@ -39,7 +42,7 @@ def open_stepper(
         raise InputError(f"providers: got {providers!r}, expected the name of an onnxruntime execution provider")
     if names and backend in ("eager", "tensorrt"):
         raise InputError(
-            f"providers: got {list(names)} for the {backend} backend, expected none; they belong to onnxruntime"
+            f"providers: got {list(names)} for the {backend} backend, expected none; only onnxruntime has providers"
         )
     if len(names) > 1:
         raise InputError(f"providers: got {list(names)}, expected one; a second one would be a silent fallback")
@@ -48,20 +51,15 @@ def open_stepper(
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
             return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
-        except (
-            BackendError
-        ) as error:  # auto takes onnxruntime where TensorRT cannot run; the session's description says so
+        except BackendError as error:
             log.info("auto takes onnxruntime: %s", error)
     elif backend == "auto":
-        log.info(
-            "auto takes onnxruntime: %s", f"provider {names[0]} was asked for" if names else "the bundle has no engines"
-        )
-    manifest = bundle.manifest
+        reason = f"provider {names[0]} was asked for" if names else "the bundle has no engines"
+        log.info("auto takes onnxruntime: %s", reason)
+    manifest, name = bundle.manifest, "eager" if backend == "eager" else "onnxruntime"
     capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
-    _check_memory(
-        manifest, "eager" if backend == "eager" else "onnxruntime", max_batch, capacity, available_host_bytes()
-    )
-    if backend == "eager":
+    _check_memory(manifest, name, max_batch, capacity, available_host_bytes())
+    if name == "eager":
         from exporter.steppers.eager_stepper import EagerStepper
 
         return EagerStepper.from_bundle(bundle), capacity
@@ -73,10 +71,11 @@ def open_stepper(
 
 
 def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: int, free_bytes: int) -> None:
-    plan = estimate_memory(manifest, backend, max_batch, capacity)
-    mib = [n_bytes / 2**20 for n_bytes in (plan.weights_bytes, plan.cache_bytes, plan.activations_bytes, free_bytes)]
+    estimate = estimate_memory(manifest, backend, max_batch, capacity)
+    parts = (estimate.weights_bytes, estimate.cache_bytes, estimate.activations_bytes, free_bytes)
+    mib = [n_bytes / 2**20 for n_bytes in parts]
     log.info("%s needs weights of %.1f MiB, a cache of %.1f, activations of about %.1f; %.1f are free", backend, *mib)
-    plan.check(free_bytes)
+    estimate.check(free_bytes)
 
 
 def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str) -> tuple[Stepper, int]:
@@ -91,7 +90,8 @@ def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, v
         if max_batch > stepper.max_batch:
             stepper.close()
             raise InputError(
-                f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, which engine {records[0].file} was built for"
+                f"max_batch: got {max_batch}, expected at most {stepper.max_batch}, "
+                f"which engine {records[0].file} was built for"
             )
     except BaseException:
         cuda.close()

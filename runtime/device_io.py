@@ -56,7 +56,8 @@ class DeviceIO:
         """
         if self._output.name == "logits" and SEQUENCE in self._output.axes:
             raise InputError(
-                "device tensors: this bundle returns logits of all tokens, expected the last; export it with logits='last'"
+                "device tensors: this bundle returns logits of all tokens, expected the last; "
+                "export it with logits='last'"
             )
         if len(launches) > 1 or launches[0].width != width:
             raise InputError(

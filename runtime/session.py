@@ -16,6 +16,7 @@ from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import InputError
 from exporter.spec.catalogue import LARGEST_COUNT
 from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.unit import UNIT_KINDS
 from exporter.steppers.protocol import Cache, Stepper
 from runtime.backends import open_stepper
 from runtime.device_io import DeviceIO, all_on_device
@@ -30,25 +31,28 @@ from runtime.turns import TakesTurns, in_turn
 
 log = logging.getLogger(__name__)
 
+WITH_CACHE = tuple(kind for kind in UNIT_KINDS if kind != "component")
+
 
 class DecodeSession(TakesTurns):
     """Decodes a block, stack or model from a bundle. The session owns the cache and the length of each sequence.
 
-    A session is used in one of two ways, until `reset`. With rows, `prefill` and `decode` use cache rows 0 … B − 1, and the
-    first call fixes B. With slots, sequences join (`acquire`, `fork`, `import_slot`) and leave (`release`) at any time, and
-    `step` advances any of them.
+    A session is used in one of two ways, until `reset`. With rows, `prefill` and `decode` use cache rows 0 … B − 1, and
+    the first call fixes B. With slots, sequences join (`acquire`, `fork`, `import_slot`) and leave (`release`) at any
+    time, and `step` advances any of them.
 
-    A step is checked before anything is written. Where the cache has no room for the new tokens, the step is refused with
-    an InputError and nothing changes (`runtime/policy/full_cache.py`): the session never drops old tokens.
+    A step is checked before anything is written. Where the cache has no room for the new tokens, the step is refused
+    with an InputError and nothing changes (`runtime/policy/full_cache.py`): the session never drops old tokens.
 
-    A step may fail part-way, by any exception, also by an interrupt from the keyboard. Then the lengths stay as they were,
-    and the rows that it may have written are zeroed beyond their lengths. Where zeroing fails too, the next call does it
-    first. Each of the other calls happens as a whole or not at all, and `lengths` shows which. An interrupt may come after
-    a call has taken effect and before its result is returned. A caller that continues after one reads `lengths` first.
+    A step may fail part-way, by any exception, also by an interrupt from the keyboard. Then the lengths stay as they
+    were, and the rows that it may have written are zeroed beyond their lengths. Where zeroing fails too, the next call
+    does it first. Each of the other calls happens as a whole or not at all, and `lengths` shows which. An interrupt may
+    come after a call has taken effect and before its result is returned. A caller that continues after one reads
+    `lengths` first.
 
     Threads may share a session. Calls run one at a time, in no fixed order. `close` waits for a step that runs, and
-    `lengths` may be read at any time. A session does not know which thread owns a slot. A call from inside another call of
-    the same thread, such as a signal handler's, is refused.
+    `lengths` may be read at any time. A session does not know which thread owns a slot. A call from inside another call
+    of the same thread, such as a signal handler's, is refused.
 
     Attributes:
         manifest: the manifest of the bundle.
@@ -87,12 +91,12 @@ class DecodeSession(TakesTurns):
 
         Args:
             bundle: the bundle's folder.
-            backend: "onnxruntime", "tensorrt" (the bundle's engine), "eager" (the reference, slow) or "auto". Auto takes
-                TensorRT where a GPU and an engine for it are there, else onnxruntime; `description` says which.
+            backend: "onnxruntime", "tensorrt" (the bundle's engine), "eager" (the reference, slow) or "auto". Auto
+                takes TensorRT where a GPU and an engine for it are there, else onnxruntime; `description` says which.
             providers: the onnxruntime execution provider; None means CPUExecutionProvider.
             max_batch: sequences to hold at once.
-            cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes. None means
-                the engine's capacity, or the smaller of 2,048 and the positions that the graph was exported for.
+            cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes. None
+                means the engine's capacity, or the smaller of 2,048 and the positions that the graph was exported for.
             verify: "graph" checks file sizes and the graph's checksum; "full" checks every checksum, also the engine's.
 
         Raises:
@@ -105,7 +109,7 @@ class DecodeSession(TakesTurns):
         check_in_place(opened)
         if not manifest.unit.has_cache:
             raise InputError(
-                f"bundle {bundle}: it is a {manifest.unit}, expected a block, stack or model; "
+                f"bundle {bundle}: it is a {manifest.unit}, expected one of {', '.join(WITH_CACHE)}; "
                 "a component has no cache to decode with"
             )
         if not is_whole_number(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
@@ -124,11 +128,11 @@ class DecodeSession(TakesTurns):
             stepper.close()
             raise
 
-    # --- state ---------------------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------------
 
     @property
     def lengths(self) -> np.ndarray | dict[int, int]:
-        """A copy of the tokens that each sequence holds: int64 [B] with rows, {slot: tokens} with slots; empty at first."""
+        """Tokens that each sequence holds: int64 [B] with rows, {slot: tokens} with slots; empty at first."""
         return self._state.lengths
 
     @in_turn
@@ -157,7 +161,7 @@ class DecodeSession(TakesTurns):
     ) -> None:
         self.close()
 
-    # --- rows ----------------------------------------------------------------------------------------------------------
+    # --- rows --------------------------------------------------------------------------------------------------------
 
     @in_turn
     def prefill(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
@@ -238,14 +242,15 @@ class DecodeSession(TakesTurns):
         row_lengths = self._state.row_lengths
         if row_lengths is not None and batch != len(row_lengths):
             raise InputError(
-                f"batch: got {batch} rows, expected {len(row_lengths)} as in the first step; call reset() to begin again"
+                f"batch: got {batch} rows, expected {len(row_lengths)} as in the first step; "
+                "call reset() to begin again"
             )
         if batch > self.max_batch:
             raise InputError(
                 f"batch: got {batch} rows, expected at most {self.max_batch}; open the session with max_batch={batch}"
             )
 
-    # --- slots ---------------------------------------------------------------------------------------------------------
+    # --- slots -------------------------------------------------------------------------------------------------------
 
     @in_turn
     def acquire(self) -> int:
@@ -305,8 +310,8 @@ class DecodeSession(TakesTurns):
             The new slot.
 
         Raises:
-            InputError: it is not a state, it does not fit this bundle or its capacity, all slots are taken, or the session
-                is used with rows.
+            InputError: it is not a state, it does not fit this bundle or its capacity, all slots are taken, or the
+                session is used with rows.
         """
         table = self._slot_table()
         self._state.check_slot_state(state, self.manifest.contract.cache_specs)
@@ -316,7 +321,7 @@ class DecodeSession(TakesTurns):
 
     @in_turn
     def step(self, inputs: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Appends tokens to any of the active sequences. Each may get another number; the other sequences do not change.
+        """Appends tokens to some of the active sequences, any number to each. The other sequences do not change.
 
         A prefill of one sequence and a decode of others are separate runs over one cache. Nothing is padded or copied.
 
@@ -355,10 +360,10 @@ class DecodeSession(TakesTurns):
         self._get_ready()
         return self._state.slot_table()
 
-    # --- before a call -------------------------------------------------------------------------------------------------
+    # --- before a call -----------------------------------------------------------------------------------------------
 
     def _get_ready(self) -> None:
-        """Checks that the session is open, and cleans what a failed call has left. All calls but `reset` and `close` begin so."""
+        """Checks that the session is open, and cleans what a failed call has left."""
         self._check_open()
         self._state.clean()
 

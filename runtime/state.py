@@ -63,7 +63,7 @@ class SessionState:
         self.row_lengths = self.slots = None
         self.clean()
 
-    # --- slots ---------------------------------------------------------------------------------------------------------
+    # --- slots -------------------------------------------------------------------------------------------------------
 
     def slot_table(self) -> SlotTable:
         """Returns the slots. Without any, returns an empty table, which counts only once a slot is taken from it.
@@ -127,7 +127,7 @@ class SessionState:
             )
         check_room({"the imported sequence": (0, state.length)}, self._cache_capacity)
 
-    # --- cleaning ------------------------------------------------------------------------------------------------------
+    # --- cleaning ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def cleaned_where_it_fails(
@@ -135,8 +135,9 @@ class SessionState:
     ) -> Iterator[None]:
         """Zeroes what the launches wrote beyond the lengths, unless the body succeeds.
 
-        The rows are recorded in `unclean` before the first write, and the record is removed after the new lengths are set.
-        So after an interrupt at any point, or where the cache cannot be zeroed now, the next call finds the record.
+        The rows are recorded in `unclean` before the first write, and the record is removed after the new lengths are
+        set. So after an interrupt at any point, or where the cache cannot be zeroed now, the next call finds the
+        record.
 
         Args:
             launches: the launches that the body runs.
@@ -148,8 +149,8 @@ class SessionState:
         try:
             yield
         except GeneratorExit:
-            # An interrupt dropped this generator. It may end in any thread, in the middle of another call, so it must not
-            # clean. The next call finds the record.
+            # An interrupt dropped this generator. It may end in any thread, in the middle of another call.
+            # So it must not clean; the next call finds the record.
             raise
         except BaseException:
             self.clean()

@@ -1,1 +1,1 @@
-"""The subcommands of `python -m runtime`."""
+"""The subcommands of `python -m runtime`, one module each, and their parser."""

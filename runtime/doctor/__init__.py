@@ -1,1 +1,1 @@
-"""Examines this machine and this installation."""
+"""Examines this machine and what is installed on it."""

@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""A finding: one line of what the doctor prints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ GOOD, FACT, FAILED = "good", "fact", "failed"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at and how it is.
+    """The result of one check.
 
     Attributes:
-        name: what was looked at.
-        state: "good", "failed", or "fact": something that is not here, which is no error.
+        name: name of the check.
+        state: "good", "failed", or "fact" for something that is not here and need not be.
         detail: what was found.
-        fix: what to do about a failure; empty for the others.
+        fix: how to fix a failure; empty for the others.
     """
 
     name: str

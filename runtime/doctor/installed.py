@@ -1,4 +1,7 @@
-"""What is installed against what blockline asks for, and what is known not to work together. Reads metadata; imports none of it."""
+"""Compares installed versions with the required ones, and finds packages that do not work together.
+
+Only metadata is read. Nothing that is examined is imported.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ ONNXRUNTIMES = (
 )
 # NVIDIA's support matrix of TensorRT-RTX has RTX GPUs only (7.5, 8.6, 8.9, 12.0, 12.1); these are its data-centre GPUs.
 NOT_FOR_RTX = ("8.0", "9.0", "10.0", "10.3")
-# Distributions whose version or name says which CUDA they are built for, beside torch, which is asked when it is imported.
+# Distributions whose name shows which CUDA they are built for. For torch the probe that imports it checks this.
 CUDA_OF_NAME = {name: major for major in (11, 12, 13) for name in (f"tensorrt_cu{major}", f"tensorrt_rtx_cu{major}")}
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
+    """Returns the version of a distribution, or None where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -41,9 +44,10 @@ def installed_version(name: str) -> str | None:
 
 
 def requirements() -> tuple[str, dict[str, tuple[Requirement, list[str]]]]:
-    """The Python that is asked for, and each requirement that applies to this platform with the extras that ask for it ("" is none).
+    """Returns the required Python, and each requirement of this platform with the extras that need it.
 
-    From pyproject.toml where blockline runs from its sources, else from its installed metadata.
+    They come from pyproject.toml where blockline runs from its sources, else from its installed metadata. The extra ""
+    means that every installation needs the requirement.
     """
     python, lines = _from_sources() or _from_metadata()
     found: dict[str, tuple[Requirement, list[str]]] = {}
@@ -55,7 +59,7 @@ def requirements() -> tuple[str, dict[str, tuple[Requirement, list[str]]]]:
 
 
 def packages_folder() -> Path:
-    """What holds the three packages: site-packages, or the source tree."""
+    """Returns the folder with the three packages: site-packages, or the source tree."""
     return Path(str(resources.files("runtime"))).parent
 
 
@@ -80,15 +84,11 @@ def _from_metadata() -> tuple[str, list[tuple[str, str]]]:
 
 
 def version_findings() -> Iterator[Finding]:
-    """Python and every requirement: what is there, and whether it is in the range that is asked for."""
+    """Checks the versions of Python and of every requirement."""
     python, wanted = requirements()
     good = SpecifierSet(python).contains(platform.python_version())
-    yield Finding(
-        "python",
-        GOOD if good else FAILED,
-        f"{platform.python_version()}, expected {python}",
-        "" if good else f"use a Python {python}",
-    )
+    detail = f"{platform.python_version()}, expected {python}"
+    yield Finding("python", GOOD, detail) if good else Finding("python", FAILED, detail, f"use a Python {python}")
     for requirement, extras in wanted.values():
         yield _version_finding(requirement, extras)
 
@@ -98,18 +98,14 @@ def _version_finding(requirement: Requirement, extras: list[str]) -> Finding:
     install = f"pip install '{DISTRIBUTION}{f'[{extras[0]}]' if optional else ''}'"
     version = installed_version(name)
     if version is None and name in ONNXRUNTIMES:
-        others = [
-            (other, found)
-            for other in ONNXRUNTIMES
-            if (found := installed_version(other)) and requirement.specifier.contains(found)
-        ]
-        if others:
-            return Finding(name, GOOD, f"not installed; {others[0][0]} {others[0][1]} is in its place")
+        for other in ONNXRUNTIMES:
+            found = installed_version(other)
+            if found and requirement.specifier.contains(found):
+                return Finding(name, GOOD, f"not installed; {other} {found} is in its place")
     if version is None:
         if optional:
-            return Finding(
-                name, FACT, f"not installed; comes with {' or '.join(f'{DISTRIBUTION}[{extra}]' for extra in extras)}"
-            )
+            sources = " or ".join(f"{DISTRIBUTION}[{extra}]" for extra in extras)
+            return Finding(name, FACT, f"not installed; comes with {sources}")
         return Finding(name, FAILED, f"not installed, expected {requirement.specifier}", install)
     if not requirement.specifier.contains(Version(version), prereleases=True):
         return Finding(name, FAILED, f"{version}, expected {requirement.specifier}", install)
@@ -117,21 +113,17 @@ def _version_finding(requirement: Requirement, extras: list[str]) -> Finding:
 
 
 def conflict_findings(driver_cuda: tuple[int, int] | None, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Pairs that are installed and do not work together; nothing where there are none.
+    """Yields a failure for each pair that is installed and does not work together.
 
     Args:
-        driver_cuda: the newest CUDA that the driver knows, None without a driver.
-        gpus: that are visible.
+        driver_cuda: newest CUDA that the driver supports; None without a driver.
+        gpus: the visible GPUs.
     """
     several = [name for name in ONNXRUNTIMES if installed_version(name)]
     if len(several) > 1:
         fix = f"pip uninstall -y {' '.join(several)}; pip install '{DISTRIBUTION}'"
-        yield Finding(
-            " and ".join(several),
-            FAILED,
-            "both installed; they write the same files, and the last one wins in part",
-            fix,
-        )
+        detail = "both installed; they write the same files, and each overwrites files of the other"
+        yield Finding(" and ".join(several), FAILED, detail, fix)
     built_for: dict[str, tuple[int, ...]] = {
         name: (major,) for name, major in CUDA_OF_NAME.items() if installed_version(name)
     }
@@ -141,21 +133,27 @@ def conflict_findings(driver_cuda: tuple[int, int] | None, gpus: Sequence[Gpu]) 
     for name, cuda in built_for.items():
         problem = driver_problem(cuda, driver_cuda)
         if problem and driver_cuda is not None:
-            yield Finding(
-                f"{name} and the driver",
-                FAILED,
-                problem,
-                f"update the driver, or install {name} for CUDA {driver_cuda[0]}",
-            )
+            fix = f"update the driver, or install {name} for CUDA {driver_cuda[0]}"
+            yield Finding(f"{name} and the driver", FAILED, problem, fix)
     unsupported = [gpu for gpu in gpus if gpu.compute_capability in NOT_FOR_RTX]
     if unsupported and installed_version("tensorrt_rtx") and not installed_version("tensorrt"):
         gpu = unsupported[0]
-        detail = f"TensorRT-RTX is for RTX GPUs: its engines compile here and do not run on {gpu.name}, compute capability {gpu.compute_capability}"
+        detail = (
+            "TensorRT-RTX is for RTX GPUs: its engines compile here and do not run on "
+            f"{gpu.name}, compute capability {gpu.compute_capability}"
+        )
         yield Finding("tensorrt-rtx and the GPU", FAILED, detail, f"pip install '{DISTRIBUTION}[tensorrt]'")
 
 
 def driver_problem(built_for: tuple[int, ...], driver_cuda: tuple[int, int] | None) -> str | None:
-    """Whether a library built for a CUDA is too new for the driver. Within one major version CUDA promises that it is not."""
+    """Returns a message where a library is built for a CUDA that is too new for the driver, else None.
+
+    CUDA promises that all versions with the same major number work together.
+
+    Args:
+        built_for: the CUDA version that the library is built for.
+        driver_cuda: newest CUDA that the driver supports; None without a driver.
+    """
     if driver_cuda is None or built_for[0] <= driver_cuda[0]:
         return None
     return f"built for CUDA {'.'.join(map(str, built_for))}, the driver knows {driver_cuda[0]}.{driver_cuda[1]} at most"

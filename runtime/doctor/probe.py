@@ -1,6 +1,7 @@
-"""Tries each backend on a tiny block of the project's own: a child process of the doctor, so that one that crashes takes nothing along.
+"""Tries each backend on a tiny block. The doctor runs this in a child process, which may crash.
 
-`python -m runtime.doctor.probe FOLDER NAME …` prints one line for each name, as it ends: a finding in JSON behind MARK.
+`python -m runtime.doctor.probe FOLDER NAME …` prints one line for each name when its probe ends: MARK and a finding in
+JSON.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ CAPACITY, PROMPT, STEPS = 32, 5, 3
 
 
 class Absent(Exception):
-    """What would be tried is not here, which is a fact and no failure."""
+    """Raised by a probe whose subject is not here. That is a fact, not a failure."""
 
 
 def decode(session: DecodeSession) -> np.ndarray:
-    """Hidden states of a prefill of two sequences and some decode steps, float64."""
+    """Returns hidden states float64 [2, T, E] of a prefill and some decode steps. Closes the session."""
     rng = np.random.default_rng(0)
     with session:
         widths = [PROMPT, *[1] * STEPS]
@@ -55,10 +56,10 @@ def decode(session: DecodeSession) -> np.ndarray:
 
 
 def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
-    """Decodes and holds the result against the eager definition in float32 over the same weights.
+    """Decodes and compares the result with the eager definition in float32 over the same weights.
 
     Raises:
-        ArithmeticError: it differs by more than the tolerances allow.
+        ArithmeticError: the two differ by more than the tolerances allow.
     """
     from exporter.steppers.eager_stepper import EagerStepper
     from exporter.validation.control import CONTROL_FACTOR
@@ -79,11 +80,11 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
     )
 
 
-# --- the probes ----------------------------------------------------------------------------------------------------------
+# --- the probes ------------------------------------------------------------------------------------------------------
 
 
 def import_package(name: str, folder: Path) -> str:
-    """Imports a package that every export needs; torch must also fit the driver."""
+    """Imports a package that every export needs. For torch, also checks that its CUDA fits the driver."""
     module = importlib.import_module(name)
     if name != "torch":
         return module.__version__
@@ -95,21 +96,28 @@ def import_package(name: str, folder: Path) -> str:
 
 
 def export(folder: Path) -> str:
+    """Exports a tiny block to `folder`, for the other probes."""
     from exporter.export import ExportRequest, export_bundle
     from exporter.model.weights import RandomWeights
 
     request = ExportRequest(CONFIG, Unit("block"), RandomWeights(CONFIG, 0), "fp16", CONFIG.context_length)
     export_bundle(request, folder, validated=False)
-    return "a tiny fp16 block, its graph held against the contract"
+    return "a tiny fp16 block; its graph was checked against the contract"
 
 
 def eager(folder: Path) -> str:
+    """Decodes with eager PyTorch."""
     return check_output(
         Bundle.open(folder), "eager", DecodeSession.open(folder, "eager", max_batch=2, cache_capacity=CAPACITY)
     )
 
 
 def onnxruntime_provider(provider: str, folder: Path) -> str:
+    """Decodes with an execution provider of onnxruntime.
+
+    Raises:
+        Absent: this onnxruntime lacks the provider, or no GPU is visible.
+    """
     import onnxruntime
 
     if provider not in onnxruntime.get_available_providers():
@@ -121,7 +129,7 @@ def onnxruntime_provider(provider: str, folder: Path) -> str:
 
 
 def other_providers(folder: Path) -> str:
-    """Providers of this onnxruntime that blockline does not use."""
+    """Names the providers of this onnxruntime that blockline does not use."""
     import onnxruntime
 
     from exporter.steppers.onnxruntime_stepper import DEVICES
@@ -131,10 +139,15 @@ def other_providers(folder: Path) -> str:
 
 
 def interpreter(folder: Path) -> str:
+    """Decodes with the interpreter of TensorRT's network.
+
+    Raises:
+        Absent: no TensorRT is installed.
+    """
     from engines.interpreter.stepper import InterpreterStepper
 
     if not any(importlib.util.find_spec(module) for module in MODULES.values()):
-        raise Absent("it needs a TensorRT, whose parser it follows; none is installed")
+        raise Absent("it needs the parser of a TensorRT; none is installed")
     bundle = Bundle.open(folder)
     return check_output(
         bundle, "interpreter", DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), 2, CAPACITY)
@@ -142,20 +155,26 @@ def interpreter(folder: Path) -> str:
 
 
 def tensorrt_build(name: str, folder: Path) -> str:
+    """Builds the block's engine.
+
+    Raises:
+        Absent: the backend is not installed, or it needs a GPU and none is visible.
+    """
     from engines.building.build import BuildRequest, build_bundle
 
     _check_here(name)
     if name == "tensorrt" and not visible_gpus():
-        raise Absent("it builds on the GPU that it builds for, and none is visible")
+        raise Absent("it needs the GPU that it builds for, and none is visible")
     record = build_bundle(Bundle.open(folder), choose_backend(name), BuildRequest(2, PROMPT, CAPACITY))
-    return f"{record.backend} {record.version}: {record.size_bytes:,} bytes in {record.build_seconds:.1f} s; {record.portability}"
+    built = f"{record.size_bytes:,} bytes in {record.build_seconds:.1f} s"
+    return f"{record.backend} {record.version}: {built}; {record.portability}"
 
 
 def tensorrt_run(name: str, folder: Path) -> str:
     """Runs the block's engine on the GPU.
 
     Raises:
-        Absent: the backend is not installed, no GPU is visible, or none that it is for.
+        Absent: the backend is not installed, or no GPU that it supports is visible.
     """
     from engines.library.cuda import RuntimeCuda
     from engines.running.tensorrt_stepper import open_tensorrt
@@ -167,7 +186,8 @@ def tensorrt_run(name: str, folder: Path) -> str:
         raise Absent("no GPU is visible")
     if name == "tensorrt-rtx" and gpus[0].compute_capability in NOT_FOR_RTX:
         raise Absent(
-            f"it is for RTX GPUs, this is {gpus[0].name} with compute capability {gpus[0].compute_capability}; use tensorrt"
+            f"it is for RTX GPUs, this is {gpus[0].name} with compute capability {gpus[0].compute_capability}; "
+            "use tensorrt"
         )
     bundle = Bundle.open(folder)
     (record,) = [record for record in read_records(folder) if record.backend == name]
@@ -187,12 +207,13 @@ PROBES: dict[str, tuple[Callable[[Path], str], str]] = {
         f"import {name}": (partial(import_package, name), REINSTALL)
         for name in ("torch", "onnx", "onnxscript", "onnxruntime")
     },
-    "export": (export, "see the lines above; with `python -m exporter export … --debug` the traceback shows"),
+    "export": (export, "see the lines above; `python -m exporter export … --debug` prints the traceback"),
     "decode: eager": (eager, REINSTALL),
     "decode: onnxruntime CPU": (partial(onnxruntime_provider, "CPUExecutionProvider"), REINSTALL),
     "decode: onnxruntime CUDA": (
         partial(onnxruntime_provider, "CUDAExecutionProvider"),
-        "install the CUDA and cuDNN libraries that this onnxruntime-gpu is built for, or decode on CPUExecutionProvider",
+        "install the CUDA and cuDNN libraries that this onnxruntime-gpu is built for, or decode on "
+        "CPUExecutionProvider",
     ),
     "onnxruntime: other providers": (other_providers, REINSTALL),
     "decode: interpreter": (interpreter, f"reinstall TensorRT: {INSTALL['tensorrt-rtx']}"),
@@ -200,7 +221,7 @@ PROBES: dict[str, tuple[Callable[[Path], str], str]] = {
     **{
         f"decode: {name}": (
             partial(tensorrt_run, name),
-            f"reinstall it: {INSTALL[name]}; `make gpu-check` says more of this GPU",
+            f"reinstall it: {INSTALL[name]}; `make gpu-check` prints more about this GPU",
         )
         for name in MODULES
     },
@@ -209,7 +230,7 @@ NEEDS_BUNDLE = tuple(name for name in PROBES if name.startswith(("decode", "buil
 
 
 def probe(name: str, folder: Path) -> Finding:
-    """Tries one thing; whatever it raises is its finding."""
+    """Runs one probe. Returns its result, or what it raised, as a finding."""
     run, fix = PROBES[name]
     if name in NEEDS_BUNDLE and not (folder / MANIFEST_FILE).is_file():
         return Finding(name, FACT, "not tried: the export failed")
@@ -217,7 +238,7 @@ def probe(name: str, folder: Path) -> Finding:
         return Finding(name, GOOD, run(folder))
     except Absent as reason:
         return Finding(name, FACT, str(reason))
-    except Exception as error:  # a broken piece must not take the others with it
+    except Exception as error:  # the other probes must run also where this one fails
         return Finding(name, FAILED, f"{type(error).__name__}: {_first_line(error)}", fix)
 
 
@@ -226,6 +247,7 @@ def _first_line(error: Any) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    """Runs the named probes and prints their findings."""
     folder, *names = arguments
     for name in names:
         print(MARK + json.dumps(asdict(probe(name, Path(folder)))), flush=True)

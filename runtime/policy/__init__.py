@@ -1,1 +1,1 @@
-"""Decisions about numbers alone: memory, free cache rows, which rows run together. No buffer and no backend is used here."""
+"""Decisions from numbers alone: memory, free cache rows, rows that run together. It uses no buffer and no backend."""

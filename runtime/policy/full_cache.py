@@ -22,6 +22,7 @@ def check_room(sequences: Mapping[str, tuple[int, int]], capacity: int) -> None:
     for name, (past_len, seq_len) in sequences.items():
         if past_len + seq_len > capacity:
             raise InputError(
-                f"kv_cache: {name} holds {past_len} of {capacity} tokens and was asked for {seq_len} more; nothing was "
-                f"written; reset or release it, or open the session with a cache_capacity of at least {past_len + seq_len}"
+                f"kv_cache: {name} holds {past_len} of {capacity} tokens and was asked for {seq_len} more; "
+                f"nothing was written; reset or release it, or "
+                f"open the session with a cache_capacity of at least {past_len + seq_len}"
             )

@@ -1,7 +1,8 @@
 """Which cache row each slot has, and how many tokens it holds.
 
-Active slots have the rows 0 … n − 1, so that a step over neighbours is one view of the cache. After a release the last row
-is copied into the gap. No other copy is needed when sequences join and leave. A gap that is not yet filled does no harm.
+Active slots have the rows 0 … n − 1, so that a step over neighbours is one view of the cache. After a release the last
+row is copied into the gap. No other copy is needed when sequences join and leave. A gap that is not yet filled does no
+harm.
 
 Every change is one assignment of a new dict. So no thread and no interrupt sees a table that is changed in part, and a
 caller can prepare cache rows first and change the table last.

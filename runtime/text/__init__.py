@@ -1,1 +1,1 @@
-"""From logits to text: sampling, the generation loop, and text as it streams."""
+"""From logits to text: the choice of a token, the generation loop, and text that is printed while it grows."""

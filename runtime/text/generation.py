@@ -1,4 +1,4 @@
-"""The generation loop: prompt in, tokens out, until an end token, the asked number, or a full cache."""
+"""The generation loop: it decodes tokens after a prompt until an end token, the wanted number, or a full cache."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from runtime.text.sampling import Sampler
 
 @dataclass
 class Generation:
-    """A running generation of one sequence; iterate over it for the tokens.
+    """The generation of one sequence. Iterate over it for the new tokens.
 
     Attributes:
-        stopped_by: None while running, then "end token", "max_new_tokens" or "cache_capacity".
+        session: a new session on a whole model.
+        prompt: token ids, at least one.
+        max_new_tokens: most tokens to generate.
+        sampler: chooses each token.
+        stopped_by: None while it runs, then "end token", "max_new_tokens" or "cache_capacity".
     """
 
     session: DecodeSession
@@ -38,11 +42,12 @@ class Generation:
             raise InputError("prompt: it has no tokens, expected at least one")
         if len(self.prompt) > self.session.cache_capacity:
             raise InputError(
-                f"prompt: it has {len(self.prompt)} tokens and the cache holds {self.session.cache_capacity}; shorten it or raise --cache-capacity"
+                f"prompt: it has {len(self.prompt)} tokens and the cache holds {self.session.cache_capacity}; "
+                "shorten it, or open the session with a larger cache_capacity"
             )
 
     def __iter__(self) -> Iterator[int]:
-        """Yields each new token, the end token left out."""
+        """Yields each new token except the end token."""
         logits = self.session.prefill(as_array([self.prompt], "prompt"))
         for count in range(1, self.max_new_tokens + 1):
             token = self.sampler(logits[0])

@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: greedy, or temperature with top-k and top-p, under a seed."""
+"""Chooses the next token from logits: the likeliest one, or a random one by temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from runtime.inputs import is_whole_number
 
 @dataclass
 class Sampler:
-    """Draws one token from float32 logits [V].
+    """Chooses one token from float32 logits [V].
 
     Attributes:
-        temperature: 0 is greedy, and goes with neither top_k nor top_p; None means greedy, or 1.0 where one of them is given.
-        top_k: keep only the k likeliest tokens.
-        top_p: then keep the likeliest tokens whose probabilities first reach p (Holtzman et al., 2020).
-        seed: the same seed and logits give the same tokens.
+        temperature: 0 always takes the likeliest token, and excludes top_k and top_p. None means 1.0 where one of these
+            is given, else 0.
+        top_k: draws from the k likeliest tokens only.
+        top_p: of these, draws from the likeliest tokens whose probabilities first reach p (Holtzman et al., 2020).
+        seed: seed for the random draws. The same seed and logits give the same tokens.
     """
 
     temperature: float | None = None
@@ -29,9 +30,9 @@ class Sampler:
     _rng: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        among = {name: value for name, value in (("top_k", self.top_k), ("top_p", self.top_p)) if value is not None}
+        given = {name: value for name, value in (("top_k", self.top_k), ("top_p", self.top_p)) if value is not None}
         if self.temperature is None:
-            self.temperature = 1.0 if among else 0.0
+            self.temperature = 1.0 if given else 0.0
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature: got {self.temperature!r}, expected a finite number of at least 0")
         if self.top_k is not None and (not is_whole_number(self.top_k) or self.top_k < 1):
@@ -40,21 +41,21 @@ class Sampler:
             raise InputError(f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1")
         if not is_whole_number(self.seed) or self.seed < 0:
             raise InputError(f"seed: got {self.seed!r}, expected a whole number of at least 0")
-        if among and self.temperature == 0:
+        if given and self.temperature == 0:
             raise InputError(
-                f"temperature: got 0, which always takes the likeliest token, with {' and '.join(among)}, which then would mean nothing; "
-                "leave them out for greedy text, or give a temperature above 0"
+                f"temperature: got 0, which always takes the likeliest token, with {' and '.join(given)}, which change "
+                "nothing then; leave them out for greedy text, or give a temperature above 0"
             )
         self._rng = np.random.default_rng(self.seed)
 
     def __call__(self, logits: np.ndarray) -> int:
-        """The next token's id."""
-        assert self.temperature is not None, "settled in __post_init__"
+        """Returns the id of the next token."""
+        assert self.temperature is not None, "__post_init__ replaces None"
         if self.temperature == 0:
             return int(logits.argmax())
         order = np.argsort(-logits, kind="stable")[: self.top_k]
         below_best = logits[order].astype(np.float64) - float(logits[order[0]])
-        with np.errstate(over="ignore"):  # a tiny temperature takes everything but the best to -inf
+        with np.errstate(over="ignore"):  # a tiny temperature divides all but the best to -inf
             probabilities = np.exp(below_best / self.temperature)
         probabilities /= probabilities.sum()
         if self.top_p is not None:

@@ -1,4 +1,4 @@
-"""Text out: it appears as soon as it is certain."""
+"""Text from tokens, as soon as its characters are complete."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from tokenizers import Tokenizer
 
 
 class TextStream:
-    """Turns tokens into text one at a time, holding back characters that the next token may still complete."""
+    """Turns tokens into text one at a time. Keeps back characters that the next token may still complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._sent = 0  # characters already returned
+        self._n_returned = 0  # characters
 
     def push(self, token: int) -> str:
-        """The text that this token made certain, possibly empty."""
+        """Adds a token and returns the text that is now complete, possibly none."""
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         return "" if text.endswith("\ufffd") else self._rest(text)
 
     def flush(self) -> str:
-        """What was held back."""
+        """Returns the text that was kept back."""
         return self._rest(self._tokenizer.decode(self._tokens))
 
     def _rest(self, text: str) -> str:
-        rest, self._sent = text[self._sent :], len(text)
+        rest, self._n_returned = text[self._n_returned :], len(text)
         return rest

@@ -1,4 +1,4 @@
-"""What the tests of slots share: sessions on every backend, what a sequence's output should be, and a look at the cache."""
+"""Sessions with slots for the tests, on every backend; the expected output of a sequence; access to the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE = 1e-5  # float32 sums in another order
 
 
 class DeviceLost(RuntimeError):
-    """What the tests raise in the middle of a step."""
+    """Raised by the tests in the middle of a step."""
 
 
 def on_eager(bundle: Bundle, **options) -> DecodeSession:
@@ -54,7 +54,7 @@ def reference(folder: Path) -> EagerStepper:
 
 
 def recompute(bundle: Bundle, x) -> np.ndarray:
-    """The output for one whole sequence, by the eager definition over an empty cache: logits [V] or hidden states [T, E]."""
+    """The eager output for one whole sequence over an empty cache: logits [V] or hidden states [T, E]."""
     stepper, x = reference(bundle.folder), np.asarray(x)
     feeds = step_feeds(stepper.contract.step_inputs[0].name, x[None], np.array([0]), np.array([len(x)]))
     return stepper.run(feeds, stepper.new_cache(1, len(x)))[stepper.contract.step_outputs[0].name][0]
@@ -72,7 +72,7 @@ def cache_bits(session: DecodeSession) -> np.ndarray:
 
 @contextmanager
 def unchanged(session: DecodeSession) -> Iterator[None]:
-    """Lengths and every byte of the cache are the same after as before."""
+    """Checks that the body changes no length and no byte of the cache."""
     lengths, bits = dict(session.lengths), cache_bits(session)
     yield
     assert dict(session.lengths) == lengths
@@ -80,7 +80,7 @@ def unchanged(session: DecodeSession) -> Iterator[None]:
 
 
 def fill(session: DecodeSession, row: int, value: float, start: int = 0) -> None:
-    """Fills a cache row with one value, from token `start` on."""
+    """Fills a cache row with one value from token `start`."""
     tensors = session._cache.read(row, session.cache_capacity)
     for tensor in tensors:
         tensor[:, start:] = value

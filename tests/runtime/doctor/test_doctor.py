@@ -1,4 +1,4 @@
-"""`python -m runtime doctor`: what is whole passes, and every broken piece is a finding with its fix, whether it raises, crashes or hangs."""
+"""`python -m runtime doctor`: what works passes; what raises, crashes or hangs is a finding with its fix."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import runtime.doctor.examine
 import runtime.doctor.installed
 import runtime.doctor.probe
 from engines.library.gpu import Gpu
-from exporter import export
 from exporter.bundle.bundle import Bundle
+from exporter.validation.bundle_validation import VALIDATION_COPIES
 from runtime.commands.main import main
 from runtime.doctor.examine import gpu_finding, machine_findings, probe_findings
 from runtime.doctor.findings import FACT, FAILED, GOOD, Finding
@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 H200 = Gpu("NVIDIA Test H200", "9.0")
 
 
-# --- this machine --------------------------------------------------------------------------------------------------------
+# --- this machine ----------------------------------------------------------------------------------------------------
 
 
 def test_what_the_project_is_tested_with_works_and_nothing_of_the_environment_is_said(capsys, monkeypatch):
@@ -53,21 +53,33 @@ def test_a_failure_exits_1_and_its_fix_is_said(capsys, monkeypatch):
     monkeypatch.setattr(
         runtime.doctor.examine,
         "examine",
-        lambda: iter([Finding("a", GOOD, "1"), Finding("b", FAILED, "[broken]", "mend b")]),
+        lambda: iter([Finding("a", GOOD, "1"), Finding("b", FAILED, "[broken]", "fix b")]),
     )
     assert main(["doctor"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == "" and "b: [broken]; to mend it: mend b" in captured.err
+    assert captured.out == "" and "b: [broken]; to fix it: fix b" in captured.err
     assert main(["doctor", "--format", "json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
-# --- broken pieces, planted ----------------------------------------------------------------------------------------------
+def test_the_table_shows_texts_as_they_are_in_80_columns(capsys, monkeypatch):
+    detail = "not installed; comes with blockline[tensorrt], " + "a long text " * 20 + "/a/path/without/spaces" * 9
+    found = [Finding("onnxruntime: other providers", FACT, detail), Finding("a short name", GOOD, "1")]
+    monkeypatch.setattr(runtime.doctor.examine, "examine", lambda: iter(found))
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().err
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    rows = [line.split("│") for line in text.splitlines() if line.startswith("│")]
+    shown = "".join("".join(row[3].split()) for row in rows)
+    assert shown == "".join((detail + "1").split())
+
+
+# --- broken pieces, planted ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def plant(tmp_path, monkeypatch):
-    """Puts a module of that content before the real one in child processes."""
+    """Makes child processes import a module with the given content in place of the real one."""
 
     def make(name: str, content: str) -> None:
         (tmp_path / "planted").mkdir(exist_ok=True)
@@ -164,12 +176,12 @@ def test_the_bundle_that_is_tried_is_the_probes_own(block):
     assert Bundle.open(block).manifest.config != runtime.doctor.probe.CONFIG
 
 
-# --- versions ------------------------------------------------------------------------------------------------------------
+# --- versions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def install(monkeypatch):
-    """Pretends that exactly these distributions are installed beside the real ones; None takes one away."""
+    """Makes these distributions look installed, besides the real ones; None makes one look missing."""
     real = runtime.doctor.installed.installed_version
 
     def pretend(**versions: str | None) -> None:
@@ -234,7 +246,7 @@ def test_requirements_are_the_same_from_sources_and_from_metadata(monkeypatch):
     }
 
 
-# --- what does not go together -------------------------------------------------------------------------------------------
+# --- what does not go together ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_found_where_nothing_is_wrong(install):
@@ -265,7 +277,7 @@ def test_tensorrt_rtx_alone_on_a_data_centre_gpu_is_a_conflict(install):
     assert list(conflict_findings((13, 0), [H200])) == []
 
 
-# --- the machine ---------------------------------------------------------------------------------------------------------
+# --- the machine -----------------------------------------------------------------------------------------------------
 
 
 def test_too_little_room_is_a_failure_with_both_numbers(monkeypatch, tmp_path):
@@ -277,7 +289,7 @@ def test_too_little_room_is_a_failure_with_both_numbers(monkeypatch, tmp_path):
         finding.fix for finding in (disk, temporary, memory)
     )
     assert "0.5 GiB free, 1.5 needed" in memory.detail and "0.0 GiB free, 1.1 needed" in disk.detail
-    assert runtime.doctor.examine.MEMORY_BYTES_PER_PARAMETER == 4 * export.VALIDATION_COPIES
+    assert runtime.doctor.examine.MEMORY_BYTES_PER_PARAMETER == 4 * VALIDATION_COPIES
 
 
 def test_no_gpu_is_a_fact_and_a_driver_without_one_is_not(monkeypatch, tmp_path):

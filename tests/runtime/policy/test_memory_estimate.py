@@ -1,4 +1,4 @@
-"""The memory plan: what a session will need, and what a refusal proposes instead."""
+"""The memory estimate: what a session needs, and what a refusal proposes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def manifest_with(bundle: Bundle, weights_bytes: int):
     )
 
 
-def test_the_plan_of_a_tiny_model_is_what_it_comes_to_by_hand(tiny_bundle):
-    """3 layers × 2 (key, value) × 2 heads × 16 × 4 bytes a token; 64 tokens × (2·64 + 3·96) × 4 bytes and 4 × 101 logits."""
-    plan = estimate_memory(manifest_with(tiny_bundle("model"), 1000), "eager", 4, 64)
-    assert plan == MemoryEstimate(1000, 768, 64 * 416 * 4 + 4 * 101 * 4, 4, 64)
-    assert plan.cache_bytes == 196_608
-    assert plan.total_bytes == 1000 + 196_608 + 108_112
+def test_the_estimate_of_a_tiny_model_equals_the_one_by_hand(tiny_bundle):
+    """A token: 3 layers × 2 (key, value) × 2 heads × 16 × 4 bytes. A step: 64 × (2·64 + 3·96) × 4 bytes and logits."""
+    estimate = estimate_memory(manifest_with(tiny_bundle("model"), 1000), "eager", 4, 64)
+    assert estimate == MemoryEstimate(1000, 768, 64 * 416 * 4 + 4 * 101 * 4, 4, 64)
+    assert estimate.cache_bytes == 196_608
+    assert estimate.total_bytes == 1000 + 196_608 + 108_112
 
 
 def test_a_block_caches_one_layer_and_makes_no_logits(tiny_bundle):
-    plan = estimate_memory(manifest_with(tiny_bundle("block"), 1000), "eager", 100, 64)
-    assert (plan.cache_bytes_per_token, plan.activations_bytes) == (256, 100 * 416 * 4)
+    estimate = estimate_memory(manifest_with(tiny_bundle("block"), 1000), "eager", 100, 64)
+    assert (estimate.cache_bytes_per_token, estimate.activations_bytes) == (256, 100 * 416 * 4)
 
 
 def test_a_long_cache_is_not_taken_for_a_long_step(tiny_bundle):
@@ -52,21 +52,21 @@ def test_the_copies_of_the_weights_that_a_backend_makes_are_counted(tiny_bundle,
     )
 
 
-def test_the_cache_that_is_planned_is_the_cache_that_is_allocated(tiny_bundle):
+def test_the_cache_is_as_large_as_its_estimate(tiny_bundle):
     for unit, dtype in (("model", "fp32"), ("block", "fp16"), ("stack", "fp16")):
         with on_onnxruntime(tiny_bundle(unit, dtype), max_batch=3, cache_capacity=16) as session:
             assert session.memory.cache_bytes == cache_bits(session).size
 
 
-def test_a_plan_that_just_fits_is_let_through():
-    plan = MemoryEstimate(1000, 10, 500, 4, 8)
-    plan.check(1820)
+def test_an_estimate_that_just_fits_is_accepted():
+    estimate = MemoryEstimate(1000, 10, 500, 4, 8)
+    estimate.check(1820)
     with pytest.raises(InputError, match="nothing was allocated"):
-        plan.check(1819)
+        estimate.check(1819)
 
 
 def proposal(error: pytest.ExceptionInfo) -> tuple[int, int]:
-    """(cache capacity for the batch that was asked for, batch for the capacity that was asked for) that a refusal proposes."""
+    """What a refusal proposes: a cache capacity for the wanted batch, and a batch for the wanted capacity."""
     match = re.search(r"would fit with cache_capacity (\d+), or (\d+) sequences with", str(error.value))
     return int(match[1]), int(match[2])
 
@@ -99,8 +99,8 @@ SHORTAGES = [
 @pytest.mark.parametrize(("batch", "share"), SHORTAGES)
 def test_what_a_refusal_proposes_fits(tiny_bundle, monkeypatch, batch, share):
     bundle = tiny_bundle("model")
-    plan = estimate_memory(bundle.manifest, "onnxruntime", batch, 64)
-    free = plan.total_bytes - plan.cache_bytes + int(plan.cache_bytes * share)
+    estimate = estimate_memory(bundle.manifest, "onnxruntime", batch, 64)
+    free = estimate.total_bytes - estimate.cache_bytes + int(estimate.cache_bytes * share)
     monkeypatch.setattr(FREE, lambda: free)
     with pytest.raises(InputError, match="would fit") as refusal:
         on_onnxruntime(bundle, max_batch=batch, cache_capacity=64)
@@ -115,8 +115,8 @@ def test_what_a_refusal_proposes_fits(tiny_bundle, monkeypatch, batch, share):
 @pytest.mark.parametrize(("batch", "share"), SHORTAGES)
 def test_what_a_refusal_proposes_is_the_largest_that_fits(tiny_bundle, batch, share):
     manifest = tiny_bundle("model").manifest
-    plan = estimate_memory(manifest, "onnxruntime", batch, 64)
-    free = plan.total_bytes - plan.cache_bytes + int(plan.cache_bytes * share)
+    estimate = estimate_memory(manifest, "onnxruntime", batch, 64)
+    free = estimate.total_bytes - estimate.cache_bytes + int(estimate.cache_bytes * share)
     fits = [
         capacity
         for capacity in range(2, 65, 2)
@@ -124,5 +124,5 @@ def test_what_a_refusal_proposes_is_the_largest_that_fits(tiny_bundle, batch, sh
     ]
     batches = [n for n in range(1, batch + 1) if estimate_memory(manifest, "onnxruntime", n, 64).total_bytes <= free]
     with pytest.raises(InputError, match="would fit") as refusal:
-        plan.check(free)
+        estimate.check(free)
     assert proposal(refusal) == (max(fits, default=0), max(batches, default=0))

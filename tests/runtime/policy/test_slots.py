@@ -1,19 +1,16 @@
-"""The slot table and the plans: which row a sequence has, and which rows run together."""
+"""The slot table: which cache row each slot has."""
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import numpy as np
 import pytest
 
 from exporter.common.errors import InputError
-from runtime.policy.full_cache import check_room
-from runtime.policy.launches import Launch, padded_launches, unpadded_launches
 from runtime.policy.slots import Held, Move, SlotTable
 
-# --- the slot table ----------------------------------------------------------------------------------------------------
+# --- the slot table --------------------------------------------------------------------------------------------------
 
 
 def table_of(*lengths: int, n_rows: int = 4) -> SlotTable:
@@ -120,51 +117,3 @@ def test_active_rows_stay_neighbours_and_follow_every_move():
         active = list(table.lengths)
         assert sorted(table.held(slot).row for slot in active) == list(range(len(active)))
         assert all(written[table.held(slot).row] == slot for slot in active)
-
-
-# --- plans -------------------------------------------------------------------------------------------------------------
-
-
-def test_unpadded_runs_join_neighbours_with_equally_many_tokens_only():
-    assert unpadded_launches({0: 1, 1: 1, 2: 1}) == [Launch(0, 3, 1)]
-    assert unpadded_launches({0: 1, 1: 5, 2: 1}) == [Launch(0, 1, 1), Launch(1, 2, 5), Launch(2, 3, 1)]
-    assert unpadded_launches({0: 1, 2: 1}) == [Launch(0, 1, 1), Launch(2, 3, 1)]
-    assert unpadded_launches({3: 2, 1: 2, 2: 2, 0: 4}) == [Launch(0, 1, 4), Launch(1, 4, 2)]
-
-
-def test_every_unpadded_plan_runs_each_row_once_at_its_own_width_in_as_few_runs_as_that_takes():
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        rows = rng.choice(8, rng.integers(1, 9), replace=False).tolist()
-        widths = {row: int(rng.integers(1, 4)) for row in rows}
-        launches = unpadded_launches(widths)
-        assert [row for launch in launches for row in launch.rows] == sorted(rows)
-        assert all(widths[row] == launch.width for launch in launches for row in launch.rows)
-        assert not any(a.stop == b.first and a.width == b.width for a, b in itertools.pairwise(launches))
-
-
-def fewest_padded_runs(past_lens: list[int], seq_lens: list[int], capacity: int) -> int:
-    """By trying every way to cut the rows into neighbours."""
-    n_rows = len(past_lens)
-    for n_cuts in range(n_rows):
-        for cuts in itertools.combinations(range(1, n_rows), n_cuts):
-            parts = [slice(*pair) for pair in itertools.pairwise((0, *cuts, n_rows))]
-            if all(max(past_lens[part]) + max(seq_lens[part]) <= capacity for part in parts):
-                return n_cuts + 1
-    raise AssertionError("a row alone always fits")
-
-
-def test_every_padded_plan_takes_as_few_runs_as_any_way_of_cutting():
-    rng = np.random.default_rng(1)
-    for _ in range(300):
-        past_lens = rng.integers(0, 10, rng.integers(1, 6)).tolist()
-        seq_lens = [int(rng.integers(1, 11 - past_len)) for past_len in past_lens]
-        assert len(padded_launches(past_lens, seq_lens, 10)) == fewest_padded_runs(past_lens, seq_lens, 10)
-
-
-def test_the_first_sequence_without_room_is_named_and_a_full_cache_is_room_enough():
-    check_room({"a": (0, 8), "b": (7, 1)}, 8)
-    with pytest.raises(
-        InputError, match=r"b holds 7 of 8 tokens and was asked for 2 more.* cache_capacity of at least 9"
-    ):
-        check_room({"a": (0, 8), "b": (7, 2), "c": (8, 1)}, 8)

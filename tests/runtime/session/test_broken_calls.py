@@ -1,4 +1,4 @@
-"""Calls that are broken off at every place where that can happen: each has happened whole or not at all, and no token is wrong after it."""
+"""Calls that are interrupted, or fail, at every place: each happens as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.support.slot_sessions import (
 ROWS, CAPACITY = 4, 16
 Tokens = tuple[int, ...]
 
-# --- ways to break a call off -------------------------------------------------------------------------------------------
+# --- ways to break a call off ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def fail(session: DecodeSession, place: int, half: bool, for_good: bool) -> Iterator[None]:
-    """Call number `place` of the cache or the stepper fails, before or half-way through its work; those after it too if `for_good`."""
+    """Call number `place` of the cache or the stepper fails, at its start or half-way; later ones too if `for_good`."""
     cache, stepper, calls = session._cache, session._stepper, []
 
     def failing(name: str, call: Callable) -> Callable:
@@ -64,7 +64,7 @@ def fail(session: DecodeSession, place: int, half: bool, for_good: bool) -> Iter
 
 @contextlib.contextmanager
 def fail_in_cuda(session: DecodeSession, place: int, for_good: bool) -> Iterator[None]:
-    """CUDA call number `place` fails; those after it too if `for_good`."""
+    """CUDA call number `place` fails; later ones too if `for_good`."""
     cuda, calls = session._stepper._cuda, []
 
     def failing(name: str, call: Callable) -> Callable:
@@ -82,7 +82,7 @@ def fail_in_cuda(session: DecodeSession, place: int, for_good: bool) -> Iterator
         yield
 
 
-# --- what is broken off, and what must hold after it ---------------------------------------------------------------------
+# --- the calls, and what must be true after them -----------------------------------------------------------------
 
 
 def start(session: DecodeSession) -> dict[int, Tokens]:
@@ -115,7 +115,7 @@ CALLS = {  # session, slots → the call; and by slot what may be held after it,
 
 
 def held_now(session: DecodeSession, held: dict[int, Tokens], after: dict) -> dict[int, Tokens]:
-    """The tokens of each slot, judged by its length: those before the call or those after it, the same for all slots of a step."""
+    """The tokens of each slot, by its length: those before or after the call, the same for all slots of a step."""
     lengths, now = dict(session.lengths), {}
     for slot, length in lengths.items():
         candidates = [held.get(slot), after.get(slot, after.get("new") if slot not in held else None)]
@@ -130,7 +130,7 @@ def check_no_token_is_wrong(bundle: Bundle, session: DecodeSession, now: dict[in
         session.export_slot(slot)
         held = session._state.slots.held(slot)
         assert not any(tensor[:, held.length :].any() for tensor in session._cache.read(held.row, CAPACITY)), (
-            "something lies beyond the length"
+            "the cache is not zero beyond the length"
         )
     while len(session.lengths) < ROWS:  # no row is lost
         now = now | {session.acquire(): ()}
@@ -142,7 +142,7 @@ def check_no_token_is_wrong(bundle: Bundle, session: DecodeSession, now: dict[in
 def break_off_everywhere(
     bundle: Bundle, session: DecodeSession, name: str, breaking: Callable, error: type[BaseException]
 ) -> int:
-    """Breaks the call off at place 0, 1, 2, … until it comes through; returns how many places there are."""
+    """Breaks the call off at place 0, 1, 2, … until the call succeeds; returns how many places there are."""
     call, then = CALLS[name]
     expected = functools.cache(functools.partial(recompute, bundle))
     held = start(session)
@@ -160,7 +160,7 @@ def break_off_everywhere(
                 len(tokens) for tokens in then(held, slots).values()
             )
             return place
-    raise AssertionError("the call never comes through")
+    raise AssertionError("the call never succeeds")
 
 
 @every_backend
@@ -213,7 +213,7 @@ def test_an_interrupt_anywhere_in_a_step_with_rows_leaves_no_wrong_token(tiny_bu
 
 
 def test_inf_left_by_a_step_that_could_not_be_cleaned_up_is_gone_before_the_next(tiny_bundle):
-    """The worst that a lost device leaves: rubbish in the rows of the step, and no zeroing until it is back."""
+    """A lost device leaves inf in the rows of the step, and nothing can be zeroed until it is back."""
     bundle = tiny_bundle("model")
     with on_onnxruntime(bundle, max_batch=2, cache_capacity=CAPACITY) as session:
         session.prefill(tokens(6).reshape(2, 3))
@@ -231,14 +231,14 @@ def test_inf_left_by_a_step_that_could_not_be_cleaned_up_is_gone_before_the_next
             patch.setattr(session._cache, "zero", dead)
             with pytest.raises(DeviceLost):
                 session.prefill(tokens(10, 1).reshape(2, 5))
-            with pytest.raises(DeviceLost):  # not a step over what lies there
+            with pytest.raises(DeviceLost):  # the step must not run over the inf
                 session.decode(np.array([1, 1]))
         near(session.decode(np.array([1, 1])), [recompute(bundle, [*row, 1]) for row in tokens(6).reshape(2, 3)])
         assert TINY.n_layers == 3 and not any(array[:, :, 4:].any() for array in session._cache.arrays)
 
 
 def test_what_an_interrupt_dropped_does_not_clean_up_in_the_middle_of_another_call(tiny_bundle):
-    """A generator that is left suspended ends when it is collected: in any thread, at any time. Its note waits for the next call."""
+    """A suspended generator may be collected in any thread, at any time. The next call cleans what it recorded."""
     with on_onnxruntime(tiny_bundle("model", "fp32")) as session:
         session.step({session.acquire(): tokens(4)})
         dropped = session._state.cleaned_where_it_fails(unpadded_launches({0: 3}), {0: 4})

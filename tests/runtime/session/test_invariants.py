@@ -1,6 +1,7 @@
 """The invariants of a decoder with a cache, as properties, on every backend that runs here (float32).
 
-They need no reference model: I1 split, I2 batch, I3 causality, I4 rubbish, I5 reset, I6 permute, I7 shift, I8 uniform.
+They need no reference model: I1 split, I2 batch, I3 causality, I4 stale data, I5 reset, I6 permute, I7 shift, I8
+uniform.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def test_i3_changing_a_token_changes_nothing_before_it(session, seed, width, dat
 
 @FEW
 @given(seed=seeds, width=st.integers(1, 8), scale=st.floats(1.0, 1e4))
-def test_i4_finite_rubbish_beyond_the_length_changes_nothing(session, seed, width, scale):
+def test_i4_finite_data_beyond_the_length_change_nothing(session, seed, width, scale):
     x, y = draw(session, seed, 2, width), draw(session, seed + 1, 2, 1)
     fresh(session, x)
     clean = session.prefill(y)
@@ -158,20 +159,20 @@ def test_i4_finite_rubbish_beyond_the_length_changes_nothing(session, seed, widt
 
 
 @FEW
-@given(seed=seeds, rubbish=st.sampled_from([np.inf, -np.inf, np.nan]))
-def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, rubbish):
+@given(seed=seeds, value=st.sampled_from([np.inf, -np.inf, np.nan]))
+def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, value):
     x = draw(session, seed, 2, 5)
     clean, _ = fresh(session, x)
     for row in range(4):
-        session._cache.write(row, [np.full_like(tensor, rubbish) for tensor in session._cache.read(row, CAPACITY)])
+        session._cache.write(row, [np.full_like(tensor, value) for tensor in session._cache.read(row, CAPACITY)])
     again, _ = fresh(session, x)
     np.testing.assert_array_equal(again, clean)
 
 
 @FEW
-@given(seed=seeds, rubbish=st.sampled_from([np.inf, -np.inf, np.nan]))
-def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, rubbish):
-    """A longer neighbour in the same run makes the step read, masked, what lies beyond the new sequence's end."""
+@given(seed=seeds, value=st.sampled_from([np.inf, -np.inf, np.nan]))
+def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, value):
+    """A longer neighbour in the same run makes the step read masked tokens beyond the new sequence's end."""
     x, y, long = draw(session, seed, 1, 5)[0], draw(session, seed + 1, 1, 1)[0], draw(session, seed + 2, 1, 12)[0]
     session.reset()
     slot = session.acquire()
@@ -181,7 +182,7 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, rubbish
     neighbour, leaver = session.acquire(), session.acquire()
     session.step({neighbour: long, leaver: x})
     for row in range(1, 4):  # the leaver's, and those never used
-        session._cache.write(row, [np.full_like(tensor, rubbish) for tensor in session._cache.read(row, CAPACITY)])
+        session._cache.write(row, [np.full_like(tensor, value) for tensor in session._cache.read(row, CAPACITY)])
     session.release(leaver)
     slot = session.acquire()
     session.step({slot: x})
@@ -189,11 +190,11 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, rubbish
 
 
 class Broken(RuntimeError):
-    """Planted."""
+    """The fault that a test plants."""
 
 
 def fail_after_writing(session, x) -> None:
-    """A step whose backend leaves NaN where it writes, and dies."""
+    """Runs a step whose backend leaves NaN where it writes, and raises."""
     run = session._stepper.run
 
     def failing(feeds, cache, first_row):
@@ -216,7 +217,7 @@ def test_i5_reset_equals_a_fresh_session_also_after_an_exception(session, seed, 
     b, follow = draw(session, seed + 1, 2, 8), draw(session, seed + 2, 2, 1)
 
     def run_b() -> tuple[list[np.ndarray], list]:
-        """Of 8 tokens and of 1, then one each: that step reads, masked, a row of the short one that nothing of B has written."""
+        """A prefill of 8 and 1 tokens, then one each. That step reads masked tokens that nothing of B has written."""
         session.reset()
         return [session.prefill(b, [8, 1]), session.prefill(follow)], caches(session)
 
@@ -245,7 +246,7 @@ def test_i6_permuting_rows_permutes_outputs(session, seed, order):
     same(permuted, out[order])
 
 
-# --- invariants below the session: positions, masks and weights are chosen by hand -----------------------------------------
+# --- invariants below the session: positions, masks and weights are chosen by hand -----------------------------------
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -292,7 +293,7 @@ def test_i7_left_padding_that_the_mask_hides_changes_nothing(stepper, seed, pad,
 
 
 class Uniform(RandomWeights):
-    """Zero queries and no MLP; V is 4 times the first normed feature in all features, and reaches the output unchanged."""
+    """Zero queries and no MLP. V is 4 times the first normed feature in all features, and is the output."""
 
     def read(self, name, columns=slice(None)):
         weight = super().read(name)

@@ -43,16 +43,17 @@ def small_bundle(tmp_path_factory) -> Bundle:
 
 
 class Serving(stateful.RuleBasedStateMachine):
-    """Random traffic on one session, against each sequence's tokens computed again from nothing.
+    """Random traffic on one session. The expected logits come from each sequence's tokens, computed alone.
 
-    Beyond its length an active row is always zero, so a step that fails must leave every byte as it was, as one refused does.
+    Beyond its length an active row is always zero, so a step that fails must leave every byte as it was, as one refused
+    does.
 
     Attributes:
         expected: tokens → logits of the last.
-        done: how often a rule ended in what.
+        done: result of a rule → how often it occurred.
         tokens: slot → the tokens it was given.
         given: slot numbers given since the last reset.
-        exported: states and the tokens they are of.
+        exported: exported states, and the tokens of each.
     """
 
     ROWS, CAPACITY = 4, 16
@@ -69,7 +70,7 @@ class Serving(stateful.RuleBasedStateMachine):
         self.session.close()
 
     @stateful.invariant()
-    def lengths_are_those_of_the_tokens_and_nothing_lies_beyond(self) -> None:
+    def lengths_are_those_of_the_tokens_and_the_rest_is_zero(self) -> None:
         assert dict(self.session.lengths) == {slot: len(held) for slot, held in self.tokens.items()}
         for slot, held in self.tokens.items():
             assert not any(
@@ -134,10 +135,10 @@ class Serving(stateful.RuleBasedStateMachine):
 
     @stateful.precondition(lambda self: self.tokens and not self.is_full())
     @stateful.rule(value=st.sampled_from([np.nan, np.inf, 1e4]))
-    def leave_rubbish_in_free_rows(self, value) -> None:
+    def leave_data_in_free_rows(self, value) -> None:
         for row in range(len(self.tokens), self.ROWS):
             fill(self.session, row, value)
-        self.done["rubbish"] += 1
+        self.done["data in free rows"] += 1
 
     # stepping
 
@@ -157,7 +158,7 @@ class Serving(stateful.RuleBasedStateMachine):
         }
 
     def advance(self, step: dict[int, list[int]]) -> None:
-        """A step that succeeds: logits are right, and rows that take no part are left alone."""
+        """Runs a step that succeeds, and checks its logits and that the other rows do not change."""
         before = cache_bits(self.session)
         logits = self.session.step(step)
         taking_part = [row_of(self.session, slot) for slot in step]
@@ -178,7 +179,7 @@ class Serving(stateful.RuleBasedStateMachine):
     @stateful.precondition(room)
     @stateful.rule(data=st.data(), fault=st.sampled_from(["before its run", "after its run", "by its output"]))
     def step_that_fails(self, data, fault) -> None:
-        """Launch number k fails, whatever came before it."""
+        """Launch number k fails, and the session is as before the step."""
         step, run, launches = self.draw_step(data), self.session._stepper.run, []
         rows = {row_of(self.session, slot): len(new) for slot, new in step.items()}
         k = data.draw(st.sampled_from(range(len(unpadded_launches(rows)))[::-1]), "launch that fails")
@@ -248,7 +249,7 @@ ENDS = {
         "export",
         "release",
         "reset",
-        "rubbish",
+        "data in free rows",
         "step",
         "over_capacity",
         "bad_token",
@@ -273,7 +274,7 @@ def test_any_order_of_operations_gives_each_sequence_the_logits_of_its_tokens(sm
             open_backend(small_bundle, max_batch=Serving.ROWS, cache_capacity=Serving.CAPACITY), expected, done
         )
 
-    # derandomized: whether every rule comes up must not be left to chance (a rare end was missed once in six random runs)
+    # derandomized, so that every rule is used in each run (one random run in six missed a rare end)
     many = settings(
         max_examples=100,
         stateful_step_count=50,

@@ -1,4 +1,4 @@
-"""The session at its edges: capacity, raggedness, bad input, failing steps. Nothing is ever half-done."""
+"""Sessions with rows: a full cache, ragged rows, steps that fail. Each step happens as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,53 +10,15 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
-from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle.bundle import Bundle
-from exporter.common.errors import BackendError, InputError, NumericalError
+from exporter.common.errors import InputError, NumericalError
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
 from exporter.spec.unit import Unit
-from runtime import DecodeSession
-from runtime.policy.full_cache import check_room
-from runtime.policy.launches import Launch, padded_launches
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
-from tests.support.cuda_double import double_session
 from tests.support.planted_faults import doctored, scale_weight
-
-BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")  # TensorRT over the double
-
-
-def open_session(bundle: Bundle, backend="onnxruntime", max_batch=4, cache_capacity=None, **options) -> DecodeSession:
-    if backend == "tensorrt":
-        return double_session(bundle, max_batch, cache_capacity)
-    if backend == "interpreter":
-        return DecodeSession(bundle, InterpreterStepper.from_bundle(bundle), max_batch, cache_capacity)
-    return DecodeSession.open(
-        bundle.folder, backend=backend, max_batch=max_batch, cache_capacity=cache_capacity, **options
-    )
-
-
-def tokens(batch: int, width: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, TINY.vocab_size, (batch, width))
-
-
-def state(session) -> tuple:
-    return session.lengths.tolist(), cache_of(session)
-
-
-def cache_of(session) -> list[np.ndarray]:
-    """A copy of every cache tensor, [rows, K, C, D], wherever it lies."""
-    rows = [session._cache.read(row, session.cache_capacity) for row in range(session.max_batch)]
-    return [np.stack(tensors) for tensors in zip(*rows, strict=True)]
-
-
-def unchanged(session, before) -> None:
-    lengths, arrays = before
-    assert session.lengths.tolist() == lengths
-    for array, old in zip(cache_of(session), arrays, strict=True):
-        np.testing.assert_array_equal(array, old)
+from tests.support.row_sessions import BACKENDS, cache_of, open_session, state, tokens, unchanged
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -157,27 +119,6 @@ def test_ragged_rows_near_capacity_are_split_and_write_nothing_past_their_end(ti
         np.testing.assert_allclose(out[1], alone[0], atol=1e-5)
 
 
-def test_launches_join_neighbours_and_split_only_where_padding_would_overflow():
-    assert padded_launches([0, 0, 0], [5, 1, 3], 64) == [Launch(0, 3, 5)]
-    assert padded_launches([60, 0], [1, 5], 64) == [Launch(0, 1, 1), Launch(1, 2, 5)]
-    assert padded_launches([0, 60, 61, 0], [5, 1, 2, 1], 64) == [Launch(0, 1, 5), Launch(1, 4, 2)]
-    assert padded_launches([63], [1], 64) == [Launch(0, 1, 1)]
-
-
-def test_every_plan_covers_all_rows_once_and_stays_inside_the_cache():
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        capacity = int(rng.integers(1, 20))
-        past = rng.integers(0, capacity, rng.integers(1, 6))
-        new = np.array([rng.integers(1, capacity - p + 1) for p in past])
-        check_room({str(i): pair for i, pair in enumerate(zip(past.tolist(), new.tolist(), strict=True))}, capacity)
-        launches = padded_launches(past.tolist(), new.tolist(), capacity)
-        assert [row for launch in launches for row in range(launch.first, launch.stop)] == list(range(len(past)))
-        for launch in launches:
-            rows = slice(launch.first, launch.stop)
-            assert launch.width == new[rows].max() and (past[rows] + launch.width <= capacity).all()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_that_fails_midway_leaves_lengths_and_rows_and_zeroes_what_it_wrote(tiny_bundle, backend, monkeypatch):
     with open_session(tiny_bundle("model"), backend, cache_capacity=64) as session:
@@ -225,7 +166,7 @@ def test_outputs_that_are_not_finite_raise_and_leave_the_session_as_it_was(tiny_
 
 
 def test_an_overflow_in_half_precision_is_reported_and_never_returned_as_logits(tiny_bundle, tmp_path):
-    """silu(gate) · up beyond 65,504 is inf in down_proj and NaN after it; the interpreter computes in half as a GPU does."""
+    """silu(gate) · up beyond 65,504 is inf in down_proj, then NaN. The interpreter computes in fp16 as a GPU does."""
     bundle = doctored(tiny_bundle("model", "fp16"), tmp_path / "bundle")
     for name in ("gate_proj", "up_proj"):
         scale_weight(bundle, f"blocks.1.mlp.{name}.weight", 1e4)
@@ -238,7 +179,7 @@ def test_an_overflow_in_half_precision_is_reported_and_never_returned_as_logits(
         unchanged(session, before)
 
 
-def test_rubbish_in_padding_never_enters(tiny_bundle):
+def test_data_in_padding_change_no_output(tiny_bundle):
     x = np.random.default_rng(0).standard_normal((2, 4, TINY.hidden_size)).astype(np.float32)
     poisoned = x.copy()
     poisoned[0, 2:] = np.nan
@@ -247,51 +188,6 @@ def test_rubbish_in_padding_never_enters(tiny_bundle):
         session.reset()
         np.testing.assert_array_equal(session.prefill(poisoned, [2, 4]), clean)
         assert not clean[0, 2:].any()
-
-
-MODEL_FAULTS = [
-    (lambda s: s.prefill(np.array([[1, 101]])), "got 101 in row 0 at 1, expected 0 to 100"),
-    (lambda s: s.prefill(np.array([[-1]])), "got -1"),
-    (lambda s: s.prefill(np.array([[1.0]])), "float64"),
-    (lambda s: s.prefill(np.array([1, 2])), r"\[2\], expected integers \[B, T\]"),
-    (lambda s: s.prefill(np.zeros((1, 0), int)), "at least one"),
-    (lambda s: s.prefill(tokens(5, 1)), "at most 4"),
-    (lambda s: s.prefill(tokens(2, 3), [3]), r"expected integers \[2\]"),
-    (lambda s: s.prefill(tokens(2, 3), [0, 3]), "expected 1 to 3"),
-    (lambda s: s.prefill(tokens(2, 3), [4, 3]), "expected 1 to 3"),
-    (lambda s: s.prefill(tokens(2, 3), [1.0, 2.0]), "float64"),
-    (lambda s: s.prefill(tokens(2, 3), "ab"), "lengths: got <U2"),
-    (lambda s: s.prefill(None), "tokens: got object"),
-    (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), "no rectangular array"),
-    (lambda s: s.decode(None), "tokens: got object"),
-    (lambda s: s.decode(tokens(1, 2)), "expected 1; use prefill"),
-    (lambda s: s.prefill(tokens(1, 65)), "holds 0 of 64 tokens and was asked for 65 more"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), MODEL_FAULTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bad_input_is_refused_the_same_way_on_every_backend(tiny_bundle, backend, call, message):
-    with open_session(tiny_bundle("model"), backend, cache_capacity=64) as session:
-        before = state(session)
-        with pytest.raises(InputError, match=message):
-            call(session)
-        unchanged(session, before)
-        session.prefill(tokens(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        (np.zeros((1, 2, 64), np.float32), "got float32 .* expected fp16"),
-        (np.zeros((1, 2, 63), np.float16), r"\[1, 2, 63\], expected fp16 \[B, T, 64\]"),
-        (np.zeros((1, 64), np.float16), "expected fp16"),
-        (np.zeros((1, 2), np.int64), "expected fp16"),
-    ],
-)
-def test_hidden_states_must_have_the_bundles_dtype_and_shape(tiny_bundle, x, message):
-    with open_session(tiny_bundle("block", "fp16")) as session, pytest.raises(InputError, match=message):
-        session.prefill(x)
 
 
 def test_the_batch_is_fixed_until_reset(tiny_bundle):
@@ -305,60 +201,12 @@ def test_the_batch_is_fixed_until_reset(tiny_bundle):
         assert session.lengths.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"backend": "tensorflow"}, InputError, "expected one of auto"),
-        ({"providers": "FooExecutionProvider"}, BackendError, "FooExecutionProvider"),
-        ({"providers": ["CPUExecutionProvider", "CUDAExecutionProvider"]}, InputError, "silent fallback"),
-        ({"backend": "eager", "providers": "CPUExecutionProvider"}, InputError, "eager"),
-        ({"max_batch": 0}, InputError, "max_batch"),
-        ({"cache_capacity": 0}, InputError, "cache_capacity"),
-        ({"cache_capacity": MAX_POSITIONS + 1}, InputError, f"at most {MAX_POSITIONS}"),
-        ({"verify": "no"}, InputError, "verify"),
-        ({"max_batch": "4"}, InputError, "max_batch: got '4'"),
-        ({"max_batch": True}, InputError, "max_batch: got True"),
-        ({"max_batch": 2.0}, InputError, "max_batch: got 2.0"),
-        ({"cache_capacity": "8"}, InputError, "cache_capacity: got '8'"),
-        ({"providers": 5}, InputError, "providers: got 5"),
-        ({"providers": [["CPUExecutionProvider"]]}, InputError, r"providers: got \[\['CPU"),
-        ({"backend": None}, InputError, "backend: got None"),
-    ],
-)
-def test_bad_options_are_refused(tiny_bundle, options, error, message):
-    with pytest.raises(error, match=message):
-        DecodeSession.open(tiny_bundle("model").folder, **options)
-
-
-@pytest.mark.parametrize("folder", [None, 5, b"bundle", ["bundle"]])
-def test_a_bundle_that_is_no_path_is_refused(folder):
-    with pytest.raises(InputError, match=r"bundle: got .*, expected the path of its folder"):
-        DecodeSession.open(folder)
-
-
-def test_auto_takes_onnxruntime_and_says_so(tiny_bundle):
-    with DecodeSession.open(tiny_bundle("model").folder) as session:
-        assert session.backend == "onnxruntime" and "CPUExecutionProvider" in session.description
-
-
-def test_bf16_on_onnxruntime_is_refused_by_name_and_eager_decodes_it(tiny_bundle):
-    with pytest.raises(BackendError, match="bf16"):
-        open_session(tiny_bundle("model", "bf16"))
-    with open_session(tiny_bundle("model", "bf16"), "eager") as session:
-        assert session.prefill(tokens(2, 3)).dtype == np.float32
-
-
 def test_a_model_with_all_logits_returns_each_rows_last(tiny_bundle):
     results = []
     for logits in ("last", "all"):
         with open_session(tiny_bundle("model", logits=logits)) as session:
             results.append(session.prefill(tokens(3, 5), [1, 5, 3]))
     np.testing.assert_allclose(*results, atol=1e-5)
-
-
-def test_a_component_cannot_be_decoded(tiny_bundle):
-    with pytest.raises(InputError, match="no cache"):
-        DecodeSession.open(tiny_bundle("component:rms_norm").folder)
 
 
 def test_the_default_capacity_is_the_exports_positions_when_those_are_fewer(tiny_bundle):
@@ -419,7 +267,7 @@ print(sorted(set(np.concatenate([array.any(axis=(0, 1, 3)).nonzero()[0] for arra
 
 
 def test_onnxruntime_writes_the_cache_in_place(tiny_bundle):
-    """All memory but the first page of each head is read-only: a step that copied the cache, even onto itself, would die."""
+    """Only the first page of each head is writable: a step that copied the cache, even onto itself, would crash."""
 
     def run(past_len: int) -> subprocess.CompletedProcess:
         command = [sys.executable, "-c", IN_PLACE, str(tiny_bundle("block").folder), str(past_len)]

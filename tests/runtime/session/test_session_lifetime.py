@@ -1,4 +1,4 @@
-"""A session's life: opened whole or not at all, closed while others use it, opened and closed without growth."""
+"""Opening and closing sessions: as a whole or not at all, while threads use them, without growing memory."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorr
 from tests.support.slot_sessions import every_backend, near, on_onnxruntime, recompute, tokens
 
 CAPACITY = 16
-LONG = 20  # seconds until what should have ended is taken for a deadlock
+LONG = 20  # seconds after which a thread that has not ended counts as a deadlock
 
-# --- threads and signals -------------------------------------------------------------------------------------------------
+# --- threads and signals ---------------------------------------------------------------------------------------------
 
 
 class SlowStep:
@@ -161,7 +161,7 @@ def test_an_exception_inside_the_with_block_closes_the_session_and_goes_on(tiny_
     session.close()
 
 
-# --- opened whole or not at all, closed whatever fails --------------------------------------------------------------------
+# --- opened whole or not at all, closed whatever fails ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def in_parts(tmp_path_factory) -> Bundle:
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with a GPU: `DecodeSession.open(…, "tensorrt")` runs over a new double, which comes back with the bundle's engines."""
+    """Makes `DecodeSession.open(…, "tensorrt")` use a new double of CUDA, which is returned."""
 
     def prepare(bundle: Bundle) -> CudaDouble:
         cuda = CudaDouble()
@@ -198,7 +198,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def fail_at(cuda: CudaDouble, name: str, place: int) -> list[str]:
-    """Lets the given call of `name` fail, counted from 0; returns a list that gets its name when it has."""
+    """Makes call number `place` of `name` fail, counted from 0. Returns a list that gets the name then."""
     call, count, failed = getattr(cuda, name), [], []
 
     def failing(*arguments):
@@ -278,7 +278,7 @@ def test_what_cannot_be_freed_keeps_nothing_else(tiny_bundle, in_parts, machine,
     session.close()
 
 
-# --- no growth ------------------------------------------------------------------------------------------------------------
+# --- no growth -------------------------------------------------------------------------------------------------------
 
 MINUTE = ModelConfig(
     hidden_size=32,

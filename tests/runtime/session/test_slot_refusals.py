@@ -1,4 +1,4 @@
-"""What a session with slots refuses, and steps that fail: the slot is named, and nothing has changed."""
+"""Calls with slots that are refused, and steps that fail: the message names the slot, and nothing changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from exporter.common.errors import InputError, NumericalError
 from runtime.state import SlotState
 from tests.support.slot_sessions import DeviceLost, every_backend, hidden_states, near, recompute, tokens, unchanged
 
-# --- refused -----------------------------------------------------------------------------------------------------------
+# --- refused ---------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "no slots": (lambda s: s.step({}), "got no slots"),
@@ -150,7 +150,7 @@ def test_a_state_longer_than_the_capacity_is_refused(tiny_bundle, open_backend):
             session.import_slot(state)
 
 
-# --- steps that fail ---------------------------------------------------------------------------------------------------
+# --- steps that fail -------------------------------------------------------------------------------------------------
 
 
 @every_backend

@@ -1,4 +1,4 @@
-"""Slots of a session: sequences that join, fork and leave a running batch, and never notice one another."""
+"""Slots of a session: sequences join, fork and leave, and no sequence changes the output of another."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.slot_sessions import (
 
 
 def count_launches(session: DecodeSession, monkeypatch) -> list[tuple[int, tuple[int, ...]]]:
-    """Notes (first row, shape of the first input) of each run from now on."""
+    """Records (first row, shape of the first input) of each run from now on."""
     launches, run = [], session._stepper.run
 
     def noting(feeds, cache, first_row):
@@ -40,7 +40,7 @@ def count_launches(session: DecodeSession, monkeypatch) -> list[tuple[int, tuple
     return launches
 
 
-# --- each sequence for itself ------------------------------------------------------------------------------------------
+# --- each sequence by itself -----------------------------------------------------------------------------------------
 
 
 @every_backend
@@ -165,7 +165,7 @@ def test_threads_that_come_and_go_at_once_each_get_their_own_logits(tiny_bundle,
     assert len(errors) == 4 and max(errors) < CLOSE
 
 
-# --- and none for another ----------------------------------------------------------------------------------------------
+# --- no effect on others ---------------------------------------------------------------------------------------------
 
 
 @every_backend
@@ -231,7 +231,7 @@ def test_a_sequence_that_moves_into_a_gap_takes_nothing_over_from_it(tiny_bundle
 
 
 def decode_in_company(session: DecodeSession, x: np.ndarray, neighbour_width: int) -> np.ndarray:
-    """Logits of x, 4 tokens and then one a step, while another moves it by leaving and a third joins with some tokens a step."""
+    """Logits of x: 4 tokens, then one a step. Another sequence leaves, which moves this one, and a third joins."""
     first, slot = session.acquire(), session.acquire()
     session.step({first: tokens(9, 1)})
     outputs = []
@@ -282,7 +282,7 @@ def test_who_the_neighbours_are_changes_nothing(tiny_bundle, open_backend):
     near(*outputs)
 
 
-# --- rows or slots -----------------------------------------------------------------------------------------------------
+# --- rows or slots ---------------------------------------------------------------------------------------------------
 
 USES_OF_SLOTS = {
     "acquire": lambda session: session.acquire(),
