@@ -1,6 +1,6 @@
-"""Bundles with a growing cache: they are right, they are refused where a cache must be in place, and two other runtimes run them.
+"""Bundles with a growing cache: correct, refused where a cache must be in place, and run by two other runtimes.
 
-The tests with optimum and onnxruntime-genai run where `make interop-peers` or `make bench-peers` made their environments.
+The tests with optimum and onnxruntime-genai need the environments that `make interop-peers` makes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hostile command lines over good bundles: every option with numbers, texts and paths that nobody means."""
+"""Hostile command lines over good bundles: every option with senseless numbers, texts and paths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 
 from benchmarks.campaigns.hostile_input.doors import Door, command
 
-# Between few and absurdly many lies what works and takes its time, such as a batch of a million.
+# Numbers between small and absurd are left out: a batch of a million works and takes long.
 NUMBERS = (
     "0", "1", "2", "3", "-1", "-0", "1e3", "nan", "inf", "-inf", "", " ", "0x10", "1_0", "١", "9" * 12, "9" * 30, "9" * 5000, "1.5", "true", "None",
     "2147483648", "9223372036854775808", "-9223372036854775809", "1e400", "5e-324", "\n", "0.9", "1.0000001",
@@ -34,7 +34,7 @@ OUTPUTS = (
     "",
     "{}/out/[red]",
 )
-OPTIONS = {  # command → option → what kind of value it takes; None takes none
+OPTIONS = {  # command → option → kind of its value; None where it has no value
     ("exporter", "params"): {"--model": "model", "--past-len": "number", "--format": "text"},
     ("exporter", "export"): {
         "--model": "text", "--checkpoint": "checkpoint", "--unit": "text", "--layers": "text", "--dtype": "text", "--attention-dtype": "text",
@@ -82,7 +82,7 @@ def _value(kind: str, rng: Random) -> str:
 
 
 def _spelled(option: str, kind: str | None, rng: Random) -> list[str]:
-    """An option and its value as one word or two; now and then without its value."""
+    """Returns an option and its value as one word or two, at times without the value."""
     if kind is None or rng.random() < 0.02:
         return [option]
     value = _value(kind, rng)
@@ -90,28 +90,17 @@ def _spelled(option: str, kind: str | None, rng: Random) -> list[str]:
 
 
 def command_line(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """One command with some of its options; a good bundle stands ready as its input."""
+    """Makes one command with some of its options; its input is a good bundle."""
     shutil.copytree(originals / rng.choice(("model", "block")), folder)
     (folder.parent / "checkpoint").symlink_to(originals / "huggingface")
-    weights = [
-        0.2 if name in ("export", "compare") else 1 for _, name in OPTIONS
-    ]  # these take seconds where they succeed
+    weights = [0.2 if name in ("export", "compare") else 1 for _, name in OPTIONS]  # these two can take seconds
     ((stage, name), options) = rng.choices(list(OPTIONS.items()), weights)[0]
     words = [name]
     if name not in ("params", "export") and rng.random() < 0.95:
         words.append(rng.choice(INPUTS))
-    if name == "export":  # full-size models are left alone; without a checkpoint only those without weights
-        words += [
-            "--checkpoint",
-            "{}/checkpoint",
-            "--no-validate",
-            "-o",
-            "{}/out/bundle",
-            "--max-positions",
-            "16",
-            "--unit",
-            "component:repeat_kv",
-        ]
+    if name == "export":  # a unit without weights, so that a full-size model takes no time
+        words += ["--checkpoint", "{}/checkpoint", "--no-validate", "-o", "{}/out/bundle", "--max-positions", "16"]
+        words += ["--unit", "component:repeat_kv"]
     if name in ("generate", "report"):
         words += ["--prompt", "hello", "--cache-capacity", "16"]
     for option in rng.sample(list(options), min(len(options), rng.choice((0, 1, 1, 2, 3)))):
@@ -124,7 +113,7 @@ def command_line(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def prompt(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """Any text as a prompt."""
+    """Makes a random text as a prompt."""
     shutil.copytree(originals / "model", folder)
     alphabet = rng.choice(
         (

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: config.json, safetensors and their index, params.json, and .pth files that carry code."""
+"""Hostile checkpoints: config.json, safetensors and their index, params.json, and .pth files with code in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, flip_bytes,
 
 
 def _other_file(path: Path, rng: Random) -> None:
-    """Weights may lie behind a link, wherever their owner keeps them; so none of these is a link to the secret."""
+    """Replaces a file by another kind of file, but no link to the secret: weights may be behind a link anywhere."""
     mutate_data(path, rng, links_out=False)
 
 
@@ -30,7 +30,7 @@ def _copy(originals: Path, folder: Path, name: str) -> None:
 
 
 def config(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """config.json, generation_config.json or the tokenizer's files."""
+    """Changes config.json, generation_config.json or the tokenizer's files."""
     _copy(originals, folder, "huggingface")
     how = rng.random()
     if how < 0.75:
@@ -117,7 +117,7 @@ def index(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 class _Call:
-    """Pickles as a call, which a plain unpickler would make."""
+    """Pickles as a call that a plain unpickler makes."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = function, arguments
@@ -147,7 +147,7 @@ def params(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def pth(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """A shard of strange tensors, of code in either format, or of a zip archive that lies."""
+    """Makes a shard of unusual tensors, of code in either format, or of a zip archive with false entries."""
     _copy(originals, folder, "meta")
     path = folder / rng.choice(("consolidated.00.pth", "consolidated.01.pth"))
     rng.choice((_strange_tensors, _code, _legacy_code, _damaged_zip, _lying_zip, _lying_pickle, _other_file))(path, rng)
@@ -204,7 +204,7 @@ def _records(path: Path) -> dict[str, bytes]:
 
 
 def _lying_zip(path: Path, rng: Random) -> None:
-    """A bomb, doubled names, names out of the archive, records that are missing or compressed."""
+    """Writes an archive with a bomb, missing, shortened or compressed records, or names that lead out of it."""
     records = _records(path)
     prefix = next(iter(records)).partition("/")[0]
     how = rng.randrange(6)
@@ -231,7 +231,7 @@ def _lying_zip(path: Path, rng: Random) -> None:
 
 
 def _lying_pickle(path: Path, rng: Random) -> None:
-    """The pickle inside of the archive with other opcodes and numbers: sizes, strides, offsets, globals."""
+    """Changes opcodes and numbers of the pickle in the archive: sizes, strides, offsets, globals."""
     records = _records(path)
     name = next(name for name in records if name.endswith("data.pkl"))
     content = records[name]
