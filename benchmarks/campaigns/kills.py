@@ -2,9 +2,9 @@
 
 python -m benchmarks.campaigns.kills [--kills 200] [--seed 0]      writes benchmarks/records/kills.json
 
-After each kill the bundle must be the whole old or the whole new one by every checksum, and a checkpoint must be whole or
-missing. After the next run no temporary file may be left. Other people's files must be unchanged. Children are forked from
-a process that has done its imports and traced once, so that a kill hits the command's own work.
+After each kill the bundle must be the whole old or the whole new one by every checksum, and a checkpoint must be whole
+or missing. After the next run no temporary file may be left. Other people's files must be unchanged. Children are forked
+from a process that has done its imports and traced once, so that a kill hits the command's own work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CHANGES = (
 
 
 def kill_at_random(site: Site, command: Command, n_kills: int, rng: random.Random) -> dict:
-    """Kills the command `n_kills` times, at moments spread over 1.1 times its usual duration; returns states and losses."""
+    """Kills the command `n_kills` times, at moments spread over its usual duration; returns states and losses."""
     durations = []
     for _ in range(3):
         site.reset(command)

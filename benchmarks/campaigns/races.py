@@ -74,8 +74,8 @@ def race(site: Site, first: Command, second: Command, n_rounds: int, rng: random
 def race_readers(folder: Path, n_rounds: int) -> dict:
     """Opens and decodes a bundle in parts while a child replaces it by another one and back without a pause.
 
-    The outputs of every session must be those of one of the two bundles. That includes a later step, after the bundle was
-    replaced. Returns how often each was seen, and the losses.
+    The outputs of every session must be those of one of the two bundles, also in a step after the bundle was replaced.
+    Returns how often each was seen, and the losses.
     """
     sources = [folder / f"parts{seed}" for seed in (OLD_SEED, NEW_SEED)]
     for seed, source in zip((OLD_SEED, NEW_SEED), sources, strict=True):

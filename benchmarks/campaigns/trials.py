@@ -1,4 +1,4 @@
-"""Parts of a campaign of faults: commands, a folder with other people's files to run them in, and checks of the result."""
+"""Parts of a campaign of faults: commands, a folder with other people's files for them, and checks of the result."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _session(backend: str) -> Door:
 
 
 def _session_over_doubles(root: Path) -> None:
-    """Opens a session on TensorRT without a GPU, with the tests' doubles; they accept an engine that equals `ENGINE`."""
+    """Opens a TensorRT session without a GPU, with the tests' doubles; they accept an engine that equals `ENGINE`."""
     folder = root / INPUT
     bundle, cuda = Bundle.open(folder), CudaDouble()
     record = engine_record(bundle, 32)

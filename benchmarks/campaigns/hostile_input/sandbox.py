@@ -1,4 +1,4 @@
-"""The folder of one case: its input, files outside of the input, and checks that those were neither read nor changed."""
+"""The folder of one case: its input, files outside of it, and checks that those were neither read nor changed."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Sandbox:
 
 
 class _Streams:
-    """Captures stdout and stderr, encoded as in a UTF-8 terminal, and file descriptor 2, which C++ libraries write to."""
+    """Captures stdout and stderr, encoded as in a UTF-8 terminal, and file descriptor 2 for C++ libraries."""
 
     def __init__(self, native: Path) -> None:
         self._native, self.text, self.messages = native, "", ""

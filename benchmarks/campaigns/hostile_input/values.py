@@ -10,8 +10,9 @@ from typing import Any
 SECRET = "q7-planted-secret-which-nothing-may-repeat"
 FOREIGN_PATHS = (
     "../outside/secret.json", "../outside/secret.bin", "/etc/hostname", "/proc/self/environ", "/dev/zero",
-    "./../outside/secret.bin", "part0/../../outside/secret.bin", "sub/../../outside/secret.bin", "..", ".", "", "/", "link.bin", "folder", "pipe",
-    "manifest.json", "model.onnx", "..\\outside\\secret.bin", "model.onnx.data\0", "file:///etc/hostname", "~/secret", "*",
+    "./../outside/secret.bin", "part0/../../outside/secret.bin", "sub/../../outside/secret.bin", "..", ".", "", "/",
+    "link.bin", "folder", "pipe", "manifest.json", "model.onnx", "..\\outside\\secret.bin", "model.onnx.data\0",
+    "file:///etc/hostname", "~/secret", "*",
 )  # fmt: skip
 
 
@@ -27,8 +28,8 @@ NUMBERS = (
     10**30, 10**400, 0.5, -0.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
 TEXTS = (
-    "a", "fp16", "model", "x" * 100_000, "\ud800", "\0", "\x1b]0;owned\x07\x1b[31m", "[/bold]", "[link=x]", "two\nlines",
-    "{}", "%s%n", "١", "−1", "1" * 5000, "0x10", "1e5", "NaN", "--help", "-o", "\u202egpj.exe", "é" * 300,
+    "a", "fp16", "model", "x" * 100_000, "\ud800", "\0", "\x1b]0;owned\x07\x1b[31m", "[/bold]", "[link=x]",
+    "two\nlines", "{}", "%s%n", "١", "−1", "1" * 5000, "0x10", "1e5", "NaN", "--help", "-o", "\u202egpj.exe", "é" * 300,
 )  # fmt: skip
 TREES = (
     None,

@@ -10,18 +10,21 @@ from benchmarks.campaigns.hostile_input.doors import Door, command
 
 # Numbers between small and absurd are left out: a batch of a million works and takes long.
 NUMBERS = (
-    "0", "1", "2", "3", "-1", "-0", "1e3", "nan", "inf", "-inf", "", " ", "0x10", "1_0", "١", "9" * 12, "9" * 30, "9" * 5000, "1.5", "true", "None",
-    "2147483648", "9223372036854775808", "-9223372036854775809", "1e400", "5e-324", "\n", "0.9", "1.0000001",
+    "0", "1", "2", "3", "-1", "-0", "1e3", "nan", "inf", "-inf", "", " ", "0x10", "1_0", "١", "9" * 12, "9" * 30,
+    "9" * 5000, "1.5", "true", "None", "2147483648", "9223372036854775808", "-9223372036854775809", "1e400", "5e-324",
+    "\n", "0.9", "1.0000001",
 )  # fmt: skip
 TEXTS = (
-    "", " ", "-", "--", "-x", "--help", "a", "fp16", "fp32", "bf16", "fp64", "all", "last", "block", "model", "stack", "component:", "component:x",
-    "component:rms_norm", "component:repeat_kv", "growing", "auto", "eager", "onnxruntime", "tensorrt", "tensorrt-rtx", "eager,onnxruntime", ",",
-    "CPUExecutionProvider", "CUDAExecutionProvider",
-    "0:1", "1:2", "1", ":", "2:1", "x:1x2", "x:[1,2]", "position_ids:1x1", "\x1b[31mred", "é", "模型",
-    "a\nb", "\udcff", "x" * 100_000, "[bold]", "{}", "%s", "*", "$(touch canary)", "`touch canary`", "; touch canary",
+    "", " ", "-", "--", "-x", "--help", "a", "fp16", "fp32", "bf16", "fp64", "all", "last", "block", "model", "stack",
+    "component:", "component:x", "component:rms_norm", "component:repeat_kv", "growing", "auto", "eager",
+    "onnxruntime", "tensorrt", "tensorrt-rtx", "eager,onnxruntime", ",", "CPUExecutionProvider",
+    "CUDAExecutionProvider", "0:1", "1:2", "1", ":", "2:1", "x:1x2", "x:[1,2]", "position_ids:1x1", "\x1b[31mred",
+    "é", "模型", "a\nb", "\udcff", "x" * 100_000, "[bold]", "{}", "%s", "*", "$(touch canary)", "`touch canary`",
+    "; touch canary",
 )  # fmt: skip
 INPUTS = (
-    "{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null", "/proc/self", "\udcff", "x" * 5000,
+    "{}/input", "{}/input", "{}/input", "{}/input", "{}/input/model.onnx", "{}/nowhere", "", ".", "/dev/null",
+    "/proc/self", "\udcff", "x" * 5000,
 )  # fmt: skip
 OUTPUTS = (
     "{}/out/a",
@@ -37,37 +40,41 @@ OUTPUTS = (
 OPTIONS = {  # command → option → kind of its value; None where it has no value
     ("exporter", "params"): {"--model": "model", "--past-len": "number", "--format": "text"},
     ("exporter", "export"): {
-        "--model": "text", "--checkpoint": "checkpoint", "--unit": "text", "--layers": "text", "--dtype": "text", "--attention-dtype": "text",
-        "--seed": "number", "--max-positions": "number", "--logits": "text", "--cache": "text", "--parts": "number", "--part-budget": "number",
-        "-o": "output",
+        "--model": "text", "--checkpoint": "checkpoint", "--unit": "text", "--layers": "text", "--dtype": "text",
+        "--attention-dtype": "text", "--seed": "number", "--max-positions": "number", "--logits": "text",
+        "--cache": "text", "--parts": "number", "--part-budget": "number", "-o": "output",
     },
     ("exporter", "validate"): {"--seed": "number", "--by-layer": None, "--no-by-layer": None, "--format": "text"},
     ("exporter", "verify"): {},
     ("engines", "build"): {
-        "--onnx": "input", "-o": "output", "--backend": "text", "--max-batch": "number", "--max-seq-len": "number", "--cache-capacity": "number",
-        "--min-shapes": "text", "--opt-shapes": "text", "--max-shapes": "text", "--workspace": "number", "--builder-optimization-level": "number",
-        "--timing-cache": "output", "--version-compatible": None, "--hardware-compatibility": "text", "--strip-plan": None, "--refit": None,
+        "--onnx": "input", "-o": "output", "--backend": "text", "--max-batch": "number", "--max-seq-len": "number",
+        "--cache-capacity": "number", "--min-shapes": "text", "--opt-shapes": "text", "--max-shapes": "text",
+        "--workspace": "number", "--builder-optimization-level": "number", "--timing-cache": "output",
+        "--version-compatible": None, "--hardware-compatibility": "text", "--strip-plan": None, "--refit": None,
         "--profiling-verbosity": "text", "--tf32": None,
     },
     ("engines", "inspect"): {
-        "--backend": "text", "--max-batch": "number", "--max-seq-len": "number", "--cache-capacity": "number", "--format": "text",
+        "--backend": "text", "--max-batch": "number", "--max-seq-len": "number", "--cache-capacity": "number",
+        "--format": "text",
     },
     ("engines", "compare"): {
-        "--checkpoint": "checkpoint", "--model": "text", "--backends": "text", "--provider": "text", "--parser": "text", "--no-audit": None,
-        "--seed": "number", "--html": "output", "--cache-capacity": "number", "--save-inputs": "output", "--save-outputs": "output",
-        "--save-data-loader": "output", "--format": "text",
+        "--checkpoint": "checkpoint", "--model": "text", "--backends": "text", "--provider": "text",
+        "--parser": "text", "--no-audit": None, "--seed": "number", "--html": "output", "--cache-capacity": "number",
+        "--save-inputs": "output", "--save-outputs": "output", "--save-data-loader": "output", "--format": "text",
     },
     ("engines", "refit"): {"--engine": "text"},
     ("runtime", "decode"): {
-        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--batch": "number", "--prompt-len": "number", "--steps": "number",
-        "--format": "text",
+        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--batch": "number",
+        "--prompt-len": "number", "--steps": "number", "--format": "text",
     },
     ("runtime", "generate"): {
-        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text", "--max-new-tokens": "number",
-        "--temperature": "number", "--top-k": "number", "--top-p": "number", "--seed": "number",
+        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text",
+        "--max-new-tokens": "number", "--temperature": "number", "--top-k": "number", "--top-p": "number",
+        "--seed": "number",
     },
     ("runtime", "report"): {
-        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text", "--max-new-tokens": "number",
+        "--backend": "text", "--provider": "text", "--cache-capacity": "number", "--prompt": "text",
+        "--max-new-tokens": "number",
     },
 }  # fmt: skip
 MODELS = ("llama3-8b", "smollm2-135m", "llama3.1-405b", "nope", "", "\x1b[31m")

@@ -134,8 +134,9 @@ def _payloads(canary: Path) -> list[Any]:
     touch = f"open({str(canary)!r}, 'w').close()"
     return [
         _Call(os.system, f"touch '{canary}'"), _Call(builtins.exec, touch), _Call(builtins.eval, f"exec({touch!r})"),
-        _Call(subprocess.Popen, ("touch", str(canary))), _Call(open, str(canary), "w"), _Call(bytearray, 2**36), _Call(torch.zeros, 2**33),
-        _Call(getattr, "text", "format"), _Call(torch.Size, (2**40,)), _Call(os.mkfifo, str(canary)), _Call(print, "x"),
+        _Call(subprocess.Popen, ("touch", str(canary))), _Call(open, str(canary), "w"), _Call(bytearray, 2**36),
+        _Call(torch.zeros, 2**33), _Call(getattr, "text", "format"), _Call(torch.Size, (2**40,)),
+        _Call(os.mkfifo, str(canary)), _Call(print, "x"),
         _Call(torch._utils._rebuild_parameter, torch.zeros(2), True, {}), _Call(__import__, "antigravity"),
     ]  # fmt: skip
 
@@ -147,7 +148,7 @@ def params(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def pth(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """Makes a shard of unusual tensors, of code in either format, or of a zip archive with false entries."""
+    """Makes a shard of unusual tensors, of code, or of a zip archive with false entries."""
     _copy(originals, folder, "meta")
     path = folder / rng.choice(("consolidated.00.pth", "consolidated.01.pth"))
     rng.choice((_strange_tensors, _code, _legacy_code, _damaged_zip, _lying_zip, _lying_pickle, _other_file))(path, rng)
@@ -160,11 +161,13 @@ def _strange_tensors(path: Path, rng: Random) -> None:
     tensor = shard[name]
     shard[name] = rng.choice(
         (
-            tensor.to_sparse(), torch.empty(tensor.shape, device="meta"), tensor.double(), tensor.to(torch.int8), tensor.to(torch.complex64),
-            torch.zeros(1).expand(tensor.shape), tensor[:0], torch.zeros(()), torch.zeros(1).expand(2**40), torch.zeros(1).expand(2**20, 64),
-            torch.nn.Parameter(tensor), torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), tensor.to(torch.float8_e4m3fn),
-            torch.full_like(tensor, float("nan")), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), tensor.t().contiguous().t(),
-            [tensor], {"a": tensor}, "text", None, tensor.to_sparse_csr() if tensor.dim() == 2 else tensor.to_sparse(), torch.Size([1, 2]),
+            tensor.to_sparse(), torch.empty(tensor.shape, device="meta"), tensor.double(), tensor.to(torch.int8),
+            tensor.to(torch.complex64), torch.zeros(1).expand(tensor.shape), tensor[:0], torch.zeros(()),
+            torch.zeros(1).expand(2**40), torch.zeros(1).expand(2**20, 64), torch.nn.Parameter(tensor),
+            torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), tensor.to(torch.float8_e4m3fn),
+            torch.full_like(tensor, float("nan")), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+            tensor.t().contiguous().t(), [tensor], {"a": tensor}, "text", None,
+            tensor.to_sparse_csr() if tensor.dim() == 2 else tensor.to_sparse(), torch.Size([1, 2]),
             tensor.conj() if tensor.is_complex() else tensor.requires_grad_(),
         )
     )  # fmt: skip

@@ -16,8 +16,9 @@ from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, SECRET, fli
 
 HUGE = (0, -1, 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 1_000_000)
 OPERATORS = (
-    "", "Loop", "If", "Scan", "ConstantOfShape", "Tile", "Expand", "Range", "Concat", "MatMul", "Attention", "TensorScatter", "Slice", "Gather",
-    "Reshape", "Transpose", "Cast", "StringConcat", "Resize", "NonZero", "RandomNormal", "OneHot", "Pad", "SequenceEmpty", "Nope", "x" * 5000,
+    "", "Loop", "If", "Scan", "ConstantOfShape", "Tile", "Expand", "Range", "Concat", "MatMul", "Attention",
+    "TensorScatter", "Slice", "Gather", "Reshape", "Transpose", "Cast", "StringConcat", "Resize", "NonZero",
+    "RandomNormal", "OneHot", "Pad", "SequenceEmpty", "Nope", "x" * 5000,
 )  # fmt: skip
 DOMAINS = ("ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "evil", "\0", "x" * 1000)
 
@@ -294,7 +295,7 @@ def constant_from_outside(model: ModelProto, rng: Random) -> None:
 
 
 GRAPH_MUTATIONS: tuple[Callable[[ModelProto, Random], None], ...] = (
-    delete_node, repeat_node, shuffle_nodes, rewire, rewire, rename_output, drop_ends, many_ends, other_operator, other_domain, foreign_name,
-    attribute, attribute, subgraph, function, versions, interface, interface, initializer, initializer, other_constant, other_constant, sparse,
-    bomb, extras, constant_from_outside,
+    delete_node, repeat_node, shuffle_nodes, rewire, rewire, rename_output, drop_ends, many_ends, other_operator,
+    other_domain, foreign_name, attribute, attribute, subgraph, function, versions, interface, interface, initializer,
+    initializer, other_constant, other_constant, sparse, bomb, extras, constant_from_outside,
 )  # fmt: skip
