@@ -30,7 +30,7 @@ from exporter.spec.unit import Unit
 class CheckpointSite(Site):
     """A site whose target is a checkpoint folder.
 
-    Before a command the target is missing or has other people's files. Afterwards it is unchanged or the whole checkpoint.
+    Before a command the target is missing or has other people's files. Afterwards it is that or a whole checkpoint.
 
     Attributes:
         commands: the import over nothing, and into a folder in use. Over a checkpoint the import does nothing.

@@ -1,4 +1,4 @@
-"""Plants faults in a session: interrupts anywhere in its code, and a backend that fails before, within or after work."""
+"""Plants faults in a session: interrupts anywhere in its code, and backends that fail before, within or after work."""
 
 from __future__ import annotations
 

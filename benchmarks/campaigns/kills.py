@@ -3,8 +3,8 @@
 python -m benchmarks.campaigns.kills [--kills 200] [--seed 0]      writes benchmarks/records/kills.json
 
 After each kill the bundle must be the whole old or the whole new one by every checksum, and a checkpoint must be whole
-or missing. After the next run no temporary file may be left. Other people's files must be unchanged. Children are forked
-from a process that has done its imports and traced once, so that a kill hits the command's own work.
+or missing. After the next run no temporary file may be left. Other people's files must be unchanged.
+Children are forked from a process that has done its imports and traced once, so that a kill hits the command's work.
 """
 
 from __future__ import annotations

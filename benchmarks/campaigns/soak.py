@@ -4,9 +4,9 @@ python -m benchmarks.campaigns.soak [--minutes N] [--opens N] [--seed N]      wr
 
 With 0 minutes or 0 opens that part of the record stays as it is. Each part has the version of the code that it ran.
 
-Sequences join (new, forked, imported), decode in one batch with others, are exported, cancelled and released. Steps
-fail before, within and after the backend's work, return outputs that are not finite, and are interrupted anywhere in the
-session's own code. The outputs of every sequence are compared with the eager definition over all of its tokens.
+Sequences join (new, forked, imported), decode in one batch with others, are exported, cancelled and released.
+Steps fail before, within and after the backend's work, return outputs that are not finite, and are interrupted anywhere
+in the session's own code. The outputs of every sequence are compared with the eager definition over all of its tokens.
 """
 
 from __future__ import annotations

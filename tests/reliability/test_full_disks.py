@@ -1,4 +1,4 @@
-"""Full disks and limits on file sizes: one line with folder and bytes, exit code 2, the old bundle whole, no leftovers."""
+"""Full disks and limits on file sizes: one line with folder and bytes, exit code 2, a whole old bundle."""
 
 from __future__ import annotations
 
