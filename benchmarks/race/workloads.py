@@ -112,17 +112,7 @@ FULL = Plan(
 )
 QUICK = Plan(
     workloads=(
-        Workload(
-            "tiny",
-            TINY,
-            (Decode(16, 1, 256),),
-            (32,),
-            rounds=2,
-            steps=2,
-            prefill_rounds=2,
-            prompts=2,
-            tokens=8,
-        ),
+        Workload("tiny", TINY, (Decode(16, 1, 256),), (32,), rounds=2, steps=2, prefill_rounds=2, prompts=2, tokens=8),
         Workload(
             "tiny block",
             dataclasses.replace(TINY, n_layers=1),
