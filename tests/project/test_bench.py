@@ -30,6 +30,8 @@ from exporter.costs.roofline import Step, step_costs
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
+pytestmark = pytest.mark.slow
+
 FEW = {"rounds": 2, "steps": 2, "prefill_rounds": 2, "prompts": 2, "tokens": 6}
 WORKLOAD = Workload("planted faults", TINY, (Decode(16, 2, 64),), prefills=(8,), filled=True, **FEW)
 FAULTS = (

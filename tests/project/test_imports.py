@@ -93,6 +93,16 @@ def test_no_folder_has_too_many_modules():
     assert {str(folder): n for folder, n in counts.items() if n > LARGEST_FOLDER} == {}
 
 
+def test_the_quick_run_has_a_file_in_every_folder_of_tests():
+    """`make test QUICK=1` leaves out the files that are marked slow."""
+    quick, folders = set(), set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folders.add(path.parent)
+        if "\npytestmark = pytest.mark.slow" not in path.read_text():
+            quick.add(path.parent)
+    assert folders - quick == set()
+
+
 @pytest.mark.xfail(strict=True, reason="the last long modules are being cut")
 def test_no_module_and_no_function_is_too_long():
     long = []

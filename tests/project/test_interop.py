@@ -28,6 +28,8 @@ from exporter.validation.bundle_validation import validate_bundle
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[504, 3575, 282, 4649, 314], [504, 3575], [9690, 2591, 253, 655, 28, 281], [57, 2078, 30]]
 N_TOKENS = 12
 

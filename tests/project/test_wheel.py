@@ -15,6 +15,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 STAGES = ("exporter", "engines", "runtime")
 OFFLINE = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
 DATA = {"engines/comparison/prompts.txt", "exporter/validation/measured_errors.json"}  # read at run time

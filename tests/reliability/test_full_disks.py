@@ -20,6 +20,8 @@ from tests.conftest import TINY
 from tests.support.bundle_folders import contents
 from tests.support.faulty_disks import PAGE, Said, can_mount, leave_free, mount_tmpfs, run_apart
 
+pytestmark = pytest.mark.slow
+
 EXPORT = ("export", "--model", "tiny", "--unit", "component:rms_norm")
 BUILD = ("--backend", "tensorrt-rtx", "--cache-capacity", "32", "--max-seq-len", "8", "--max-batch", "1")
 

@@ -20,6 +20,8 @@ from runtime import DecodeSession
 from runtime.text.sampling import Sampler
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def damaged(tiny_bundle, tmp_path):

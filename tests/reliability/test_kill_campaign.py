@@ -30,6 +30,8 @@ from exporter.spec.catalogue import CATALOGUE
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
 
+pytestmark = pytest.mark.slow
+
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 OVER_NOTHING, OVER_A_BUNDLE = COMMANDS[0], COMMANDS[1]
 

@@ -23,6 +23,8 @@ from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
 from tests.support.checkpoint_folders import write_huggingface
 
+pytestmark = pytest.mark.slow
+
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 
 

@@ -12,6 +12,8 @@ from exporter.common.errors import CheckFailed
 from runtime import DecodeSession
 from tests.support.slot_sessions import on_onnxruntime, on_the_tensorrt_double
 
+pytestmark = pytest.mark.slow
+
 
 def served(open_backend, bundle, n_requests: int) -> Server:
     with open_backend(bundle, max_batch=MAX_BATCH, cache_capacity=CAPACITY) as session:

@@ -18,6 +18,8 @@ from exporter.model.weights import RoundedWeights
 from tests.support import planted_faults
 from tests.support.planted_faults import doctored, scale_weight
 
+pytestmark = pytest.mark.slow
+
 LAYER = 1
 
 

@@ -22,6 +22,8 @@ from exporter.validation.bundle_validation import validate_bundle
 from tests.conftest import TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
+pytestmark = pytest.mark.slow
+
 # 0.8 GB of bf16 weights: whoever held them, and more so in float32, would break the ceiling, which imports alone half fill.
 DEEP = ModelConfig(
     hidden_size=2048,

@@ -35,6 +35,8 @@ from exporter.validation.validation_steppers import reference_weights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 
+pytestmark = pytest.mark.slow
+
 SIGNED = ("int8", "int4")
 FORMATS = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 
