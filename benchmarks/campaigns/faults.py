@@ -1,4 +1,4 @@
-"""Faults put into a running session: interrupts at any place in its code, and a backend that fails before, within or after its work."""
+"""Plants faults in a session: interrupts anywhere in its code, and backends that fail before, within or after work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import exporter.steppers.protocol
 import runtime.session
 from runtime import DecodeSession
 
-WATCHED = (  # the code that must stand being interrupted
+WATCHED = (  # code that must survive an interrupt
     str(Path(runtime.session.__file__).parent),
     str(Path(exporter.steppers.protocol.__file__).parent),
     str(Path(engines.running.tensorrt_stepper.__file__).parent),
@@ -30,13 +30,13 @@ PLACES = ("before", "within", "after")
 def interrupt(place: int) -> Iterator[None]:
     """Raises KeyboardInterrupt in this thread at the given place in the session's own code, counted from 0.
 
-    Places are where a function is entered and where a call of C code has returned: there Python looks for signals, loops aside.
+    A place is an entry of a function or a return from C code. Python checks for signals there, and in loops.
     """
     left = place
 
     def profile(frame: Any, event: str, _: Any) -> None:
         nonlocal left
-        if frame.f_code.co_name == "<genexpr>":  # what is raised where one is closed is only printed
+        if frame.f_code.co_name == "<genexpr>":  # Python only prints an error raised while one is closed
             return
         if event in ("call", "c_return") and frame.f_code.co_filename.startswith(WATCHED):
             left -= 1
@@ -52,7 +52,7 @@ def interrupt(place: int) -> Iterator[None]:
 
 
 class FaultyBackend:
-    """Stands between a session and its backend, and lets the calls fail that a thread has armed."""
+    """Wraps a session's backend; makes those calls fail that a thread has armed."""
 
     def __init__(self, session: DecodeSession) -> None:
         self._armed = threading.local()
@@ -63,7 +63,7 @@ class FaultyBackend:
 
     @contextlib.contextmanager
     def armed(self, name: str, place: str, error: type[BaseException] | None) -> Iterator[None]:
-        """The next call of `name` in this thread fails; "run" with no error gives outputs that are not finite."""
+        """Makes the next call of `name` in this thread fail; "run" without an error returns outputs that are NaN."""
         self._armed.fault = (name, place, error)
         try:
             yield
@@ -108,7 +108,7 @@ class FaultyBackend:
 
 
 def spoil(feeds: dict, cache: Any, first_row: int) -> None:
-    """Leaves NaN in half of the cache tensors where a step writes, as a backend may that dies within it."""
+    """Writes NaN into half of the cache tensors where the step writes, as a backend can that dies within a step."""
     for row, start in enumerate(feeds["write_indices"].tolist(), first_row):
         stop = start + feeds["position_ids"].shape[1]
         tensors = cache.read(row, stop)

@@ -1,4 +1,4 @@
-"""Thousands of sessions opened and closed in one process: on every backend that runs here, well and badly, and what is held meanwhile."""
+"""Opens and closes thousands of sessions in one process, also with bad bundles; checks files, threads and memory."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from runtime import DecodeSession
 
 BACKENDS = ("onnxruntime", "eager")
 CAPACITY, N_PROMPT = 32, 3
-TOLERANCE = 1e-4  # absolute, of float32 logits and hidden states near 1 in size
-BYTES_PER_OPENING = 4096  # more over the second half is a leak: one session's cache alone has 24 KiB
+TOLERANCE = 1e-4  # absolute error of float32 logits and hidden states of a size near 1
+BYTES_PER_OPENING = 4096  # more in the second half is a leak: the cache of one session has 24 KiB
 
 
 class Broken(Exception):
-    """Raised inside of a session that is open, as any caller's code may."""
+    """An error of the caller while a session is open."""
 
 
 def held() -> dict[str, int]:
-    """Open files, threads and resident bytes of this process."""
+    """Returns open files, threads and resident bytes of this process."""
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -42,7 +42,7 @@ def held() -> dict[str, int]:
 
 
 class Opening:
-    """One bundle whose results are known: those of the eager definition over its weights."""
+    """A bundle with its expected outputs, from the eager definition over the same weights."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.folder, self._is_model = bundle.folder, bundle.manifest.unit.kind == "model"
@@ -63,7 +63,7 @@ class Opening:
         ][0]
 
     def open(self, backend: str, closed_by_an_error: bool) -> None:
-        """Opens, prefills, decodes one token, closes.
+        """Opens a session, prefills, decodes one token and closes it.
 
         Raises:
             CheckFailed: an output is wrong.
@@ -75,9 +75,8 @@ class Opening:
                     output = session.step({slot: x})[slot]
                     error = float(np.abs((output if self._is_model else output[-1]) - self._expected[row]).max())
                     if not error <= TOLERANCE:
-                        raise CheckFailed(
-                            f"openings: {backend}, token {row + 1}: off by {error:.1e}, expected at most {TOLERANCE:.0e}"
-                        )
+                        off = f"off by {error:.1e}, expected at most {TOLERANCE:.0e}"
+                        raise CheckFailed(f"openings: {backend}, token {row + 1}: {off}")
                 if closed_by_an_error:
                     raise Broken
         except Broken:
@@ -85,7 +84,7 @@ class Opening:
 
 
 def damaged(bundle: Bundle, name: str, folder: Path) -> Path:
-    """A copy with one byte of a file changed."""
+    """Returns a copy of a bundle with one changed byte in the named file."""
     shutil.copytree(bundle.folder, folder)
     with (folder / name).open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -96,10 +95,10 @@ def damaged(bundle: Bundle, name: str, folder: Path) -> Path:
 
 
 def refused(*arguments: object, **named: object) -> Callable[[], None]:
-    """An opening that must fail.
+    """Returns a call that opens a session and expects a refusal.
 
     Raises:
-        CheckFailed: (the call) it did not.
+        CheckFailed: the call opened the session.
     """
 
     def call() -> None:
@@ -113,7 +112,7 @@ def refused(*arguments: object, **named: object) -> Callable[[], None]:
 
 
 def kinds_of_openings(bundles: list[Bundle], scratch: Path) -> dict[str, Callable[[], None]]:
-    """Every way of opening, by name."""
+    """Returns every kind of opening: name → call."""
     kinds: dict[str, Callable[[], None]] = {}
     for bundle in bundles:
         opening = Opening(bundle)
@@ -134,10 +133,13 @@ def kinds_of_openings(bundles: list[Bundle], scratch: Path) -> dict[str, Callabl
 
 
 def open_and_close(bundles: list[Bundle], times: int, scratch: Path) -> dict:
-    """Opens `times` times, all kinds in turn; returns how often each, and what was held before and at each tenth.
+    """Opens `times` times, all kinds in turn.
+
+    Returns:
+        The number of openings of each kind, and files, threads and memory before them and after each tenth of them.
 
     Raises:
-        CheckFailed: a wrong output, a bad bundle that was opened, or files, threads or memory that openings left behind.
+        CheckFailed: an output is wrong, a bad bundle was opened, or files, threads or memory grew.
     """
     kinds, counts = kinds_of_openings(bundles, scratch), Counter()
     before, tenths = held(), []
@@ -151,18 +153,20 @@ def open_and_close(bundles: list[Bundle], times: int, scratch: Path) -> dict:
 
 
 def check_nothing_left(tenths: list[dict[str, int]], times: int) -> None:
-    """Compares the end with the first tenth, when everything is loaded, and memory with the middle.
+    """Checks that files, threads and memory do not grow.
+
+    Files and threads at the end are compared with those after the first tenth, when everything is loaded. Memory is
+    compared with the middle.
 
     Raises:
-        CheckFailed: names what grew, and by how much.
+        CheckFailed: something grew; the message says what and by how much.
     """
     for name in ("descriptors", "threads"):
         if tenths[-1][name] > tenths[0][name]:
-            raise CheckFailed(
-                f"openings: {name} grew from {tenths[0][name]} to {tenths[-1][name]}, expected no more than at the start"
-            )
+            grown = f"{name} grew from {tenths[0][name]} to {tenths[-1][name]}"
+            raise CheckFailed(f"openings: {grown}, expected no more than at the start")
     grown = (tenths[-1]["resident_bytes"] - tenths[4]["resident_bytes"]) / (times / 2)
-    if times >= 1000 and grown > BYTES_PER_OPENING:  # shorter runs show allocators warming up
+    if times >= 1000 and grown > BYTES_PER_OPENING:  # in shorter runs allocators still warm up
         raise CheckFailed(
             f"openings: memory grew by {grown:,.0f} bytes an opening, expected at most {BYTES_PER_OPENING:,}"
         )

@@ -1,6 +1,8 @@
-"""Runs commands on one bundle at the same time, and readers while it is replaced: one wins or one is refused, never a mixture.
+"""Runs two commands on one bundle at the same time, and readers of a bundle that is replaced; looks for mixtures.
 
-python -m benchmarks.campaigns.races [--rounds 10] [--seed 0]
+python -m benchmarks.campaigns.races [--rounds 10] [--seed 0]      writes benchmarks/records/races.json
+
+Of two commands one may win or one may be refused. A bundle or an output that is a mixture is a loss.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ PAIRS = (
 
 
 def race(site: Site, first: Command, second: Command, n_rounds: int, rng: random.Random) -> dict:
-    """Starts both `n_rounds` times, the second a random moment after the first; returns how they ended and what was wrong."""
+    """Starts both commands `n_rounds` times, the second a random moment after the first; returns endings and losses."""
     endings: collections.Counter[str] = collections.Counter()
     losses: list[str] = []
     for _ in range(n_rounds):
@@ -64,34 +66,21 @@ def race(site: Site, first: Command, second: Command, n_rounds: int, rng: random
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         endings[" and ".join(ENDINGS.get(code, f"exit {code}") for code in codes)] += 1
         if 0 not in codes or set(codes) - set(ENDINGS):
-            losses.append(f"they exit {codes}")
-        losses += site.losses(first) + [f"left lying about: {name}" for name in site.strays(first)]
+            losses.append(f"the commands exit with {codes}")
+        losses += site.losses(first) + [f"left over: {name}" for name in site.strays(first)]
     return {"rounds": n_rounds, "endings": dict(endings), "losses": losses}
 
 
 def race_readers(folder: Path, n_rounds: int) -> dict:
-    """Opens and decodes a bundle in parts while a child replaces it by another and back without a pause; returns what was seen.
+    """Opens and decodes a bundle in parts while a child replaces it by another one and back without a pause.
 
-    Every session's outputs must be those of one of the two bundles, also a step later, when the bundle has long been replaced.
+    The outputs of every session must be those of one of the two bundles, also in a step after the bundle was replaced.
+    Returns how often each was seen, and the losses.
     """
     sources = [folder / f"parts{seed}" for seed in (OLD_SEED, NEW_SEED)]
     for seed, source in zip((OLD_SEED, NEW_SEED), sources, strict=True):
-        exporter.commands.main.main(
-            [
-                "export",
-                "--model",
-                MODEL,
-                "--unit",
-                "stack",
-                "--parts",
-                "2",
-                "--seed",
-                str(seed),
-                "--no-validate",
-                "-o",
-                str(source),
-            ]
-        )
+        unit = ["--model", MODEL, "--unit", "stack", "--parts", "2", "--seed", str(seed)]
+        exporter.commands.main.main(["export", *unit, "--no-validate", "-o", str(source)])
     target = folder / "replaced"
     shutil.copytree(sources[0], target)
     expected = [_two_steps(source) for source in sources]
@@ -132,20 +121,14 @@ def _two_steps(folder: Path) -> np.ndarray:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.campaigns.races", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=10,
-        metavar="N",
-        help="of each pair of commands; ten times as many of readers (default 10)",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the moments (default 0)")
+    prog, description = "python -m benchmarks.campaigns.races", __doc__.splitlines()[0]
+    add = (parser := argparse.ArgumentParser(prog=prog, description=description)).add_argument
+    rounds = "rounds of each pair of commands; readers get ten times as many (default 10)"
+    add("--rounds", type=int, default=10, metavar="N", help=rounds)
+    add("--seed", type=int, default=0, metavar="N", help="seed for the moments (default 0)")
     arguments = parser.parse_args()
-    rng, record = (
-        random.Random(arguments.seed),
-        {**stamp(), "machine": machine(), "seed": arguments.seed, "backend": warm_up()},
-    )
+    rng = random.Random(arguments.seed)
+    record = {**stamp(), "machine": machine(), "seed": arguments.seed, "backend": warm_up()}
     with tempfile.TemporaryDirectory() as root:
         site = BundleSite(Path(root))
         races = {"readers": race_readers(Path(root), 10 * arguments.rounds)}
@@ -154,7 +137,7 @@ def main() -> int:
             print(json.dumps(races, indent=1), file=sys.stderr, flush=True)
     n_losses = sum(len(each["losses"]) for each in races.values())
     RECORD.write_text(json.dumps({**record, "n_losses": n_losses, "races": races}, indent=1) + "\n", encoding="utf-8")
-    print(f"{n_losses} losses; wrote {RECORD}", file=sys.stderr)
+    print(f"{n_losses} losses; record: {RECORD}", file=sys.stderr)
     return 1 if n_losses else 0
 
 

@@ -1,12 +1,12 @@
-"""A soak: threads feed sequences to sessions with slots, and everything that can go wrong does, at random, while every token is checked.
+"""Soaks sessions: threads feed sequences to their slots, faults happen at random, and every output is checked.
 
 python -m benchmarks.campaigns.soak [--minutes N] [--opens N] [--seed N]      writes benchmarks/records/soak.json
 
-With 0 minutes or 0 opens that part of the record stays as it is: each has the code's version that it ran over.
+With 0 minutes or 0 opens that part of the record stays as it is. Each part has the version of the code that it ran.
 
-Sequences join (new, forked, imported), decode in one batch with the others, are exported, cancelled and released. Steps fail before,
-within and after the backend's work, give outputs that are not finite, and are interrupted anywhere in the session's own code. Every
-sequence's outputs are held against the eager definition over all of its tokens.
+Sequences join (new, forked, imported), decode in one batch with others, are exported, cancelled and released.
+Steps fail before, within and after the backend's work, return outputs that are not finite, and are interrupted anywhere
+in the session's own code. The outputs of every sequence are compared with the eager definition over all of its tokens.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from runtime import DecodeSession
 from runtime.session import SlotState
 
 RECORD = Path(__file__).parents[1] / "records" / "soak.json"
-MAX_BATCH, CAPACITY, CLIENTS = 6, 64, 8  # more clients than rows: some find all taken
-TOLERANCE = 1e-4  # absolute, of float32 logits and hidden states near 1 in size
-PATIENCE_S = 120  # without a step until it is taken for a deadlock
-N_SAMPLES = 20  # of memory, over a run
+MAX_BATCH, CAPACITY, CLIENTS = 6, 64, 8  # more clients than rows, so that some find no free row
+TOLERANCE = 1e-4  # absolute error of float32 logits and hidden states of a size near 1
+PATIENCE_S = 120  # seconds without a step that count as a deadlock
+N_SAMPLES = 20  # samples of memory in a run
 
 
 @dataclass
 class Sequence:
-    """One sequence: all that it was given, and the outputs that came back."""
+    """One sequence: its tokens or hidden states, and the outputs that the session returned."""
 
     slot: int
     given: list[np.ndarray] = field(default_factory=list)
-    outputs: dict[int, np.ndarray] = field(default_factory=dict)  # tokens held → output of the last
+    outputs: dict[int, np.ndarray] = field(default_factory=dict)  # length → output of the last token
 
     @property
     def length(self) -> int:
@@ -64,12 +64,12 @@ class Sequence:
 
 
 class Server:
-    """A session with slots, a thread that batches what clients ask for into steps, and clients with a queue of requests.
+    """A session with slots, a thread that batches the clients' tokens into steps, and clients with a queue of requests.
 
     Attributes:
-        counts: what happened how often.
-        max_error: the largest difference from eager so far.
-        failures: what should not have happened.
+        counts: event → number of times that it happened.
+        max_error: largest difference from eager so far.
+        failures: errors that should not have happened.
     """
 
     def __init__(self, session: DecodeSession, seed: int) -> None:
@@ -86,7 +86,7 @@ class Server:
         self.max_error = 0.0
         self.failures: list[BaseException] = []
 
-    # --- the thread that steps -------------------------------------------------------------------------------------------
+    # --- the thread that steps ---------------------------------------------------------------------------------
 
     def _step_for_ever(self) -> None:
         rng = np.random.default_rng((self.seed, 1))
@@ -104,13 +104,16 @@ class Server:
                     future.set_exception(error)
 
     def _step(self, batch: list[tuple[int, np.ndarray, Future]], rng: np.random.Generator) -> None:
-        """One step for some slots, perhaps broken off; each future gets its output, "again", or "counted" where only that is lost."""
+        """Runs one step for some slots, with a fault at random.
+
+        Each future gets its output, or "again" where the step failed, or "counted" where only the output is lost.
+        """
         lengths = self.session.lengths
         outputs = self._attempt({slot: x for slot, x, _ in batch}, rng)
         after = self.session.lengths
         counted = {after[slot] == lengths[slot] + len(x) for slot, x, _ in batch}
         if len(counted) != 1 or (outputs is not None and counted != {True}):
-            raise CheckFailed(f"soak: a step of {len(batch)} slots counted for {counted}, expected for all or none")
+            raise CheckFailed(f"soak: a step of {len(batch)} slots counted for {counted}, expected all of them or none")
         self.counts["steps" if counted == {True} else "steps broken off"] += 1
         for slot, _, future in batch:
             future.set_result(outputs[slot] if outputs else "counted" if counted == {True} else "again")
@@ -132,12 +135,11 @@ class Server:
         except NumericalError:
             self.counts["fault: outputs not finite"] += 1
         except ERRORS as error:
-            self.counts[
-                "fault: interrupt in the session" if kind >= 0.04 else f"fault: {type(error).__name__} {place} a run"
-            ] += 1
+            fault = "interrupt in the session" if kind >= 0.04 else f"{type(error).__name__} {place} a run"
+            self.counts[f"fault: {fault}"] += 1
         return None
 
-    # --- clients ---------------------------------------------------------------------------------------------------------
+    # --- clients -----------------------------------------------------------------------------------------------
 
     def _serve_for_ever(self) -> None:
         try:
@@ -148,7 +150,7 @@ class Server:
             self.failures.append(error)
 
     def _serve(self, rng: np.random.Generator) -> None:
-        """One request: a sequence that joins, decodes and leaves, and perhaps a fork of it."""
+        """Serves one request: a sequence that joins, decodes and leaves, at times with a fork of it."""
         sequences = [self._join(rng)]
         stop = int(rng.integers(2, CAPACITY + 1))
         cancelled = rng.random() < 0.15
@@ -176,7 +178,7 @@ class Server:
             time.sleep(0.001)
 
     def _take(self, call: Callable[[], int], rng: np.random.Generator) -> int | None:
-        """A slot; None where all are taken, or where the cache's memory fails, which must leave none taken."""
+        """Takes a slot. Returns None where all are taken or where the cache's memory fails; no slot is taken then."""
         name = ("zero", "copy", "write")[rng.integers(3)]
         try:
             if rng.random() < 0.05:
@@ -197,7 +199,7 @@ class Server:
         return rng.standard_normal((n_tokens, TINY.hidden_size)).astype(np.float32)
 
     def _advance(self, sequence: Sequence, rng: np.random.Generator) -> None:
-        """Gives a sequence its next tokens, over and over until they count: often its own likeliest one, as a decoder would."""
+        """Gives a sequence its next tokens, again until they count; often its own most likely token, as in decoding."""
         room = CAPACITY - sequence.length
         width = 1 if rng.random() < 0.8 and sequence.length else int(rng.integers(1, min(room, 16) + 1))
         x = self._draw(width, rng)
@@ -218,7 +220,7 @@ class Server:
     def _do_something_else(self, sequence: Sequence, sequences: list[Sequence], rng: np.random.Generator) -> None:
         chance = rng.random()
         if chance < 0.05:
-            self._ask_for_the_impossible(sequence, rng)
+            self._send_bad_request(sequence, rng)
         elif chance < 0.08 and len(sequences) == 1 and sequence.length < CAPACITY:
             slot = self._take(lambda: self.session.fork(sequence.slot), rng)
             if slot is not None:
@@ -228,8 +230,8 @@ class Server:
             self._states[:] = [*self._states[-7:], (self.session.export_slot(sequence.slot), list(sequence.given))]
             self.counts["exports"] += 1
 
-    def _ask_for_the_impossible(self, sequence: Sequence, rng: np.random.Generator) -> None:
-        """A request that must be refused and change nothing, in a step of its own beside those of the others."""
+    def _send_bad_request(self, sequence: Sequence, rng: np.random.Generator) -> None:
+        """Sends a step that must be refused and change nothing, while other clients' steps run."""
         slot, good = sequence.slot, self._draw(1, rng)
         with_nan = np.full((1, TINY.hidden_size), np.nan, np.float32)
         kinds = {
@@ -252,10 +254,10 @@ class Server:
         except (InputError, NumericalError):
             self.counts[f"refused: {kind}"] += 1
             return
-        raise CheckFailed(f"soak: {kind} was not refused")
+        raise CheckFailed(f"soak: {kind} was accepted, expected a refusal")
 
     def _check(self, sequence: Sequence) -> None:
-        """Holds every output of a sequence against the eager definition over all of its tokens.
+        """Compares every output of a sequence with the eager definition over all of its tokens.
 
         Raises:
             CheckFailed: a token or an output is wrong.
@@ -271,9 +273,8 @@ class Server:
             error = float(np.abs(output - wanted).max())
             self.max_error = max(self.max_error, error)
             if not error <= TOLERANCE:
-                raise CheckFailed(
-                    f"soak: token {length} of slot {sequence.slot} is off by {error:.1e}, expected at most {TOLERANCE:.0e}"
-                )
+                off = f"off by {error:.1e}, expected at most {TOLERANCE:.0e}"
+                raise CheckFailed(f"soak: token {length} of slot {sequence.slot} is {off}")
             if self.is_model and output.argmax() != wanted.argmax():
                 margin = wanted.max() - wanted[output.argmax()]
                 if margin > 2 * error:
@@ -283,10 +284,10 @@ class Server:
                 self.counts["ties within the error"] += 1
             self.counts["outputs checked"] += 1
 
-    # --- the whole -------------------------------------------------------------------------------------------------------
+    # --- one run -----------------------------------------------------------------------------------------------
 
     def run(self, go_on: Callable[[int], bool], watch: Callable[[], None] = lambda: None) -> None:
-        """Serves requests number 0, 1, 2, … while `go_on(number)`; ends with every slot given back.
+        """Serves requests number 0, 1, 2, … while `go_on(number)`; checks at the end that every slot is free.
 
         Raises:
             CheckFailed: a wrong token, a lost slot, a deadlock.
@@ -297,7 +298,7 @@ class Server:
             thread.start()
         number = 0
         while go_on(number) and not self.failures:
-            with contextlib.suppress(queue.Full):  # clients may all have failed
+            with contextlib.suppress(queue.Full):  # all clients may have failed
                 self._requests.put(number, timeout=1)
                 number += 1
             watch()
@@ -306,14 +307,12 @@ class Server:
             raise CheckFailed(f"soak: {self.failures[0]!r}") from self.failures[0]
         if any(thread.is_alive() for thread in (stepping, *clients)):
             faulthandler.dump_traceback(file=sys.__stderr__)
-            raise CheckFailed(
-                f"soak: threads are still running after {PATIENCE_S} s; it is a deadlock, their stacks are above"
-            )
+            raise CheckFailed(f"soak: deadlock: threads still run after {PATIENCE_S} s; their stacks are above")
         if dict(self.session.lengths) != {} or len([self.session.acquire() for _ in range(MAX_BATCH)]) != MAX_BATCH:
             raise CheckFailed(f"soak: slots are lost: {self.session.lengths}")
 
     def _end(self, stepping: threading.Thread, clients: list[threading.Thread]) -> None:
-        """Lets clients finish what they have begun, then the thread that steps."""
+        """Waits for the clients to finish their requests, then ends the thread that steps."""
         deadline = time.monotonic() + PATIENCE_S
         for client in clients:
             while client.is_alive() and not self.failures and time.monotonic() < deadline:
@@ -324,17 +323,20 @@ class Server:
         stepping.join(PATIENCE_S)
 
 
-# --- what a process holds ----------------------------------------------------------------------------------------------
+# --- memory of a process ---------------------------------------------------------------------------------------
 
 
 def slope_per_hour(samples: list[tuple[float, int]]) -> float:
-    """Bytes an hour of (seconds, bytes), by least squares over the second half, when caches and arenas are warm."""
+    """Returns bytes per hour from samples (seconds, bytes), by least squares over the second half.
+
+    In the first half caches and arenas still warm up.
+    """
     seconds, values = np.array(samples[len(samples) // 2 :], float).T
     return float(np.polyfit(seconds, values, 1)[0] * 3600)
 
 
 def serve_for(bundle: Bundle, seconds: float, seed: int) -> dict:
-    """Soaks one session for some time; returns counts, errors, memory and what was held before and after."""
+    """Soaks one session for `seconds`; returns counts, errors, memory, and files and threads before and after."""
     samples: list[tuple[float, int]] = []
     with DecodeSession.open(bundle.folder, "onnxruntime", max_batch=MAX_BATCH, cache_capacity=CAPACITY) as session:
         server, before, started = Server(session, seed), held(), time.perf_counter()
@@ -361,31 +363,28 @@ def serve_for(bundle: Bundle, seconds: float, seed: int) -> dict:
 
 def main() -> None:
     """Soaks a model and a stack, opens and closes sessions, prints and writes the record."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.campaigns.soak")
-    parser.add_argument(
-        "--minutes", type=float, default=10, help="of serving, shared by a model and a stack (default: %(default)s)"
-    )
-    parser.add_argument("--opens", type=int, default=3000, help="sessions to open and close (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the traffic (default: %(default)s)")
+    prog, description = "python -m benchmarks.campaigns.soak", __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    minutes = "minutes of serving, shared by a model and a stack (default %(default)s)"
+    parser.add_argument("--minutes", type=float, default=10, metavar="N", help=minutes)
+    opens = "number of sessions to open and close (default %(default)s)"
+    parser.add_argument("--opens", type=int, default=3000, metavar="N", help=opens)
+    seed = "seed for the traffic (default %(default)s)"
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help=seed)
     arguments = parser.parse_args()
     faulthandler.enable()
-    of_the_code = {
-        **stamp(),
-        "machine": machine(),
-        "load_average_before": os.getloadavg()[0],
-    }  # before the run, in which the tree may change
+    # The stamp is taken before the run, because the working tree may change during it.
+    origin = {**stamp(), "machine": machine(), "load_average_before": os.getloadavg()[0]}
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     with tempfile.TemporaryDirectory() as scratch:
         model, stack = export("model", Path(scratch)), export("stack", Path(scratch))
         if arguments.minutes:
-            served = [
-                serve_for(bundle, arguments.minutes * 60 * share, arguments.seed)
-                for bundle, share in ((model, 0.7), (stack, 0.3))
-            ]
+            shares = ((model, 0.7), (stack, 0.3))
+            served = [serve_for(each, arguments.minutes * 60 * share, arguments.seed) for each, share in shares]
             sizes = {"clients": CLIENTS, "max_batch": MAX_BATCH, "cache_capacity": CAPACITY, "tolerance": TOLERANCE}
-            record["serving"] = {**of_the_code, "seed": arguments.seed, **sizes, "sessions": served}
+            record["serving"] = {**origin, "seed": arguments.seed, **sizes, "sessions": served}
         if arguments.opens:
-            record["opening"] = {**of_the_code, **open_and_close([model, stack], arguments.opens, Path(scratch))}
+            record["opening"] = {**origin, **open_and_close([model, stack], arguments.opens, Path(scratch))}
     print(json.dumps(record, indent=1))
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What a campaign of faults is made of: a folder with other people's files, commands run in forked children in it, and a judge of what is left."""
+"""Parts of a campaign of faults: commands, a folder with other people's files for them, and checks of the result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TINY = ModelConfig(
     vocab_size=101,
     context_length=64,
 )
-OLD_SEED, NEW_SEED = 0, 1  # same sizes, so that only checksums tell a mixture
+OLD_SEED, NEW_SEED = 0, 1  # equal sizes, so that only checksums reveal a mixture
 FOREIGN = {
     "target/notes.txt": "mine",
     "target/results/deep/table.csv": "a,b",
@@ -41,15 +41,16 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Command:
-    """One of the project's commands, over one state of the folder.
+    """One of the project's commands, with the state of the folder before it.
 
     Attributes:
-        name: in words.
-        main: the command's entry.
-        arguments: its own, without the place of its target.
-        place: the option that the target's folder follows, "" where it is the first argument.
-        over_folder: whether the target is there before it: an old bundle or, for a checkpoint, a folder of other people's files.
-        engine: whether an old bundle has an engine.
+        name: name in records.
+        main: the command's main function.
+        arguments: the arguments, without the target's folder.
+        place: the option before the target's folder; "" where the folder is the first argument.
+        over_folder: whether the target exists before the command: an old bundle, or for a checkpoint a folder of other
+            people's files.
+        engine: whether the old bundle has an engine.
     """
 
     name: str
@@ -79,11 +80,11 @@ COMMANDS = (
 
 
 class Site:
-    """A folder to run commands in, made anew for each trial, with what it must look like afterwards.
+    """A folder to run commands in, made again for each trial, with checks of the result.
 
     Attributes:
-        folder: where the target and its neighbours lie.
-        target: what a command makes or changes, which may not exist.
+        folder: the folder of the target and its neighbours.
+        target: the folder that a command makes or changes; it may not exist.
         own: names in `folder` that are neither the target nor other people's.
     """
 
@@ -96,30 +97,30 @@ class Site:
         self.target = self.folder / "target"
 
     def template(self, command: Command) -> Path:
-        """The folder as it is before a command that finds its target there."""
+        """Returns the folder to copy before a command whose target exists."""
         raise NotImplementedError
 
     def target_losses(self) -> list[str]:
-        """What is wrong with a target that is there."""
+        """Returns what is wrong with an existing target."""
         raise NotImplementedError
 
     def target_files(self) -> set[str]:
-        """Names that the target has after a run that ended well, without other people's."""
+        """Returns the names in the target after a successful run, without other people's."""
         raise NotImplementedError
 
     def state(self) -> str:
-        """How far a run had come, by the files that are there."""
+        """Returns how far a run had come, judged by the files."""
         raise NotImplementedError
 
     def reset(self, command: Command) -> None:
-        """Puts everything back to how it is before the command."""
+        """Restores the folder to its state before the command."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.template(command), self.folder)
         if not command.over_folder:
             shutil.rmtree(self.target)
 
     def losses(self, command: Command) -> list[str]:
-        """What is wrong after a fault: a mixture, a damaged file, a target gone, a file of somebody else's gone or changed."""
+        """Returns what is wrong after a fault: a mixture, a damaged file, a missing target, a changed foreign file."""
         found = []
         for name, text in FOREIGN.items():
             path = self.folder / name
@@ -133,7 +134,7 @@ class Site:
         return found + self.target_losses()
 
     def strays(self, command: Command) -> list[str]:
-        """Files that are there after a run that ended well and should not be."""
+        """Returns the files that a successful run should not have left."""
         expected = {"target"} | self.own | {name.partition("/")[0] for name in FOREIGN}
         found = [path.name for path in self.folder.iterdir() if path.name not in expected]
         inside = self.target_files() | ({"notes.txt", "results"} if command.over_folder else set())
@@ -147,17 +148,17 @@ def add_foreign_files(folder: Path) -> None:
 
 
 class BundleSite(Site):
-    """A site whose target is a bundle: before a command the old one, afterwards the old or the new one."""
+    """A site whose target is a bundle: the old one before a command, the old or the new one afterwards."""
 
     kind = "bundle"
 
     def __init__(self, root: Path, engine: bool = True) -> None:
-        """Makes both bundles below `root`; without `engine` no command finds an engine in the old one, which saves a build."""
+        """Makes both bundles below `root`. Without `engine` the old one never has an engine, which saves a build."""
         super().__init__(root)
         CATALOGUE[MODEL] = TINY
         self._engine = engine
         self._templates: dict[bool, Path] = {}
-        for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children are forked from a warmed-up one
+        for seed in (OLD_SEED, NEW_SEED):  # in this process, so that children have everything loaded
             exporter.commands.main.main(export_command("", seed).line(root / f"seed{seed}"))
         self.old, self.new = (Bundle.open(root / f"seed{seed}").manifest for seed in (OLD_SEED, NEW_SEED))
 
@@ -203,10 +204,8 @@ class BundleSite(Site):
                 return "about to be put in place"
             return "being validated" if "manifest.json" in names else "being written" if names else "just begun"
         if inside:
-            kind = next(
-                (kind for kind in ("engine", "onnx", "json") if any(f".{kind}.partial-" in name for name in inside)),
-                "file",
-            )
+            kinds = ("engine", "onnx", "json")
+            kind = next((kind for kind in kinds if any(f".{kind}.partial-" in name for name in inside)), "file")
             writing = len(inside) > 1 or kind == "json"
             empty = all(path.stat().st_size == 0 for path in self.target.glob(".*.partial-*"))
             return f"{kind} being {'published' if writing and kind == 'engine' else 'made' if empty else 'written'}"
@@ -220,6 +219,6 @@ class BundleSite(Site):
 
 
 def warm_up() -> str:
-    """Loads what the commands would, so that children need not; returns the backend's name."""
+    """Loads the backend, so that children have it loaded; returns its name."""
     sys.stdout.flush()
     return str(choose_backend("tensorrt-rtx"))

@@ -1,4 +1,5 @@
-"""What is compared: one module a contender, each run by `worker` in a process of its own, in the environment it needs.
+"""The contenders, one module each. `worker` runs each in a process of its own, in the environment that it needs.
 
-A module has a class `Contender`, which takes tokens and gives logits; `interface` says how. `lineup` lists who takes part.
+A module has a class `Contender`, which takes tokens and returns logits; `interface` defines its methods. The list of
+contenders is in benchmarks/race/lineup.py.
 """

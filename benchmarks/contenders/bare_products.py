@@ -1,4 +1,4 @@
-"""The matrix products of one decode step and nothing else: what our step is held against, in the same process."""
+"""Runs only the matrix products of one decode step. Our step is compared with them in the same process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PRODUCTS = ("MatMul", "Gemm", "MatMulNBits")
 
 
 class BareProducts:
-    """A graph of a bundle's products with stored weights, each on a constant input of one token, run in onnxruntime.
+    """A session over a bundle's products with stored weights, each with a constant input of one token.
 
     Attributes:
-        batch: sequences in a step.
+        batch: number of sequences in a step.
     """
 
     def __init__(self, bundle: Bundle, batch: int) -> None:
@@ -34,9 +34,10 @@ class BareProducts:
 
 
 def bare_graph(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The products of a graph whose weight comes from initializers alone, with what makes that weight (dequantizing it, say).
+    """Returns a graph of the products whose weight comes from initializers only, with the nodes that make that weight.
 
-    Products of one width share an input, [batch_size, 1, width], or [batch_size, width] for a Gemm; each has an output of its own.
+    Products of one width share an input: float32 [batch_size, 1, width], or [batch_size, width] for a Gemm.
+    Each product has an output of its own.
     """
     initializers = {tensor.name: tensor for tensor in model.graph.initializer}
     producers = {name: node for node in model.graph.node for name in node.output}
@@ -68,7 +69,7 @@ def bare_graph(model: onnx.ModelProto) -> onnx.ModelProto:
 def _constant_ancestors(
     name: str, initializers: dict[str, onnx.TensorProto], producers: dict[str, onnx.NodeProto]
 ) -> list[onnx.NodeProto] | None:
-    """The nodes that make a value from initializers, in order; None where something else goes into it."""
+    """Returns the nodes that make a value from initializers, in order; None where it needs other inputs."""
     if name in initializers or not name:
         return []
     if name not in producers:
@@ -85,12 +86,12 @@ def _constant_ancestors(
 def _inner_width(
     node: onnx.NodeProto, initializers: dict[str, onnx.TensorProto], producers: dict[str, onnx.NodeProto]
 ) -> int:
-    """The features that a product sums over."""
+    """Returns the number of features that a product sums over."""
     attributes = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if "K" in attributes:
         return attributes["K"]
     name, transposed = node.input[1], bool(attributes.get("transB", 0))
-    while name not in initializers:  # of what makes a weight, only transposing it changes its shape
+    while name not in initializers:  # of the nodes that make a weight only Transpose changes its shape
         transposed ^= producers[name].op_type == "Transpose"
         name = producers[name].input[0]
     return initializers[name].dims[1 if transposed else 0]

@@ -1,4 +1,4 @@
-"""The eager definition in PyTorch, over a cache allocated once and written in place."""
+"""The eager definition in PyTorch, with a cache that is allocated once and written in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class State:
 
 
 class Contender(Base[State]):
-    """Can read its cache as well: the past that others are filled with is computed here."""
+    """The eager contender. It can also read its cache, so it computes the past for the other contenders."""
 
     def __init__(self, model: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -51,7 +51,7 @@ class Contender(Base[State]):
         state.length = past[0].shape[1]
 
     def past_of(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """In chunks, and for one layer without attention: what its first layer caches depends on the embedding alone."""
+        """Computes the past in chunks. One layer needs no attention: its cache depends on the embedding only."""
         state = self.start(1, len(tokens))
         if self._config.n_layers > 1:
             for chunk in np.array_split(tokens, -(-len(tokens) // 512)):

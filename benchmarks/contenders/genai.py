@@ -1,4 +1,4 @@
-"""onnxruntime-genai with the model that its own builder makes: past and present share a buffer of the longest length."""
+"""onnxruntime-genai with the model of its own builder. Past and present share a buffer of the longest length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.contenders.interface import Base
 
 
 class Contender(Base[genai.Generator]):
-    """Its cache cannot be written from outside, and tokens can be chosen from outside for one sequence only."""
+    """The genai contender. Its cache cannot be filled from outside; given tokens work for one sequence only."""
 
     can_fill = False
     largest_batch = 1

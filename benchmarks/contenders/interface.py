@@ -1,4 +1,4 @@
-"""What every contender offers. Nothing here needs more than numpy: contenders live in environments of their own."""
+"""The interface of every contender. It needs only numpy, because contenders run in environments of their own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ State = TypeVar("State")
 
 
 class CannotRun(RuntimeError):
-    """This contender has no way to do what was asked; the message says why."""
+    """This contender does not support the request; the message says why."""
 
 
 class Base(ABC, Generic[State]):
-    """One way of decoding a model. A state is a batch of sequences and what they have cached; there may be several at once.
+    """One runtime that decodes a model. A state is a batch of sequences with their cache; several can exist at once.
 
     Attributes:
-        version: of the software that runs it, in words.
-        can_fill: whether cached keys and values can be put in from outside; where not, a past has to be computed.
-        largest_batch: the most sequences it decodes side by side; None where there is no limit.
+        version: names and versions of the software that runs it.
+        can_fill: whether cached keys and values can be put in from outside; otherwise a past must be computed.
+        largest_batch: largest number of sequences in one step; None where there is no limit.
     """
 
     version: str
@@ -29,28 +29,33 @@ class Base(ABC, Generic[State]):
 
     @abstractmethod
     def start(self, batch: int, capacity: int) -> State:
-        """Empty sequences with room for `capacity` tokens each."""
+        """Returns a state of `batch` empty sequences with room for `capacity` tokens each."""
 
     @abstractmethod
     def step(self, state: State, tokens: np.ndarray) -> np.ndarray:
-        """Appends int64 [B, T] to the sequences; returns float32 [B, V], the logits of each one's last token."""
+        """Appends tokens, int64 [B, T], to the sequences; returns the logits of each last token, float32 [B, V]."""
 
     def fill(self, state: State, past: list[np.ndarray]) -> None:
-        """Gives every sequence the same past: key and value of each layer, float32 [K, P, D], keys rotated in Meta's order."""
+        """Gives every sequence the same past.
+
+        Args:
+            state: the sequences, still empty.
+            past: key and value of each layer in turn, float32 [K, P, D]; keys are rotated and in Meta's order.
+        """
         raise CannotRun("its cache cannot be filled from outside")
 
     def drop(self, state: State) -> None:
-        """Frees a state. What only Python holds goes by itself."""
+        """Frees the memory of a state that Python does not free by itself."""
 
     def step_bare(self, state: State) -> None:
         """Runs only the matrix products of one decode step of this state."""
         raise CannotRun("its matrix products cannot be run alone")
 
     def past_of(self, tokens: np.ndarray) -> list[np.ndarray]:
-        """What `fill` takes, for int64 [P] tokens of one sequence."""
+        """Returns the argument of `fill` for the tokens of one sequence, int64 [P]."""
         raise CannotRun("its cache cannot be read")
 
 
 def halves(keys: np.ndarray) -> np.ndarray:
-    """Keys [..., D] from Meta's order of features (adjacent pairs) into Hugging Face's (first and second half)."""
+    """Converts keys [..., D] from Meta's order of features (adjacent pairs) to Hugging Face's (two halves)."""
     return np.concatenate([keys[..., 0::2], keys[..., 1::2]], axis=-1)

@@ -1,4 +1,4 @@
-"""llama.cpp, driven through the C interface that llama-cpp-python binds."""
+"""llama.cpp, through the C interface of llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.contenders.interface import Base
 
-FLOAT32 = 0  # ggml's number of that type
-FUSED_NEVER = 0  # llama.cpp's number of "flash attention: disabled"
-ERROR_LEVEL = 4  # ggml's number of that level
-BATCH_TOKENS = 512  # its own default: the most tokens that one pass computes
+FLOAT32 = 0  # ggml's number for float32
+FUSED_NEVER = 0  # llama.cpp's number for "flash attention: disabled"
+ERROR_LEVEL = 4  # ggml's number for errors
+BATCH_TOKENS = 512  # largest number of tokens in one pass; llama.cpp's default
 
 
 @dataclass
@@ -33,10 +33,10 @@ def _only_errors(level: int, text: bytes, _: object) -> None:
 
 
 class Contender(Base[State]):
-    """Its cache could be filled only in its own file format, so a past is computed.
+    """The llama.cpp contender. Its cache can be filled only from its own file format, so a past is computed.
 
-    With `float32` keys and values are cached in float32, and attention is computed in it: its fused form works in halves. Without,
-    both are as llama.cpp chooses by itself.
+    With `float32`, keys and values are cached in float32 and attention is computed in float32; llama.cpp's fused
+    attention uses float16. Without it, llama.cpp chooses both.
     """
 
     can_fill = False
@@ -46,9 +46,7 @@ class Contender(Base[State]):
         self.version = f"llama-cpp-python {version('llama-cpp-python')}"
         survives = self._survives_a_step(model)
         if not survives:
-            self.version += (
-                ", its special layouts of weights (AMX, repacked) left out: they end the process on this machine"
-            )
+            self.version += ", without its special weight layouts (AMX, repacked): they end the process on this machine"
         self._load(model, survives)
 
     def _load(self, model: str, special_layouts: bool) -> None:
@@ -62,7 +60,7 @@ class Contender(Base[State]):
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
 
     def _survives_a_step(self, model: str) -> bool:
-        """Whether a step with everything that llama.cpp chooses by itself comes back; tried in a child, which may be killed."""
+        """Whether a step with llama.cpp's own choices returns. A child process tries it, because it may be killed."""
         child = os.fork()
         if child == 0:
             try:
@@ -95,7 +93,7 @@ class Contender(Base[State]):
         return np.concatenate([self._prefill(state, row, sequence) for row, sequence in enumerate(tokens)])
 
     def _prefill(self, state: State, row: int, sequence: np.ndarray) -> np.ndarray:
-        """One sequence, in passes of BATCH_TOKENS; logits of its last token."""
+        """Runs one sequence in passes of BATCH_TOKENS; returns the logits of its last token."""
         for start in range(0, len(sequence), BATCH_TOKENS):
             chunk = sequence[start : start + BATCH_TOKENS]
             last = start + len(chunk) == len(sequence)
@@ -105,7 +103,7 @@ class Contender(Base[State]):
         return logits
 
     def _run(self, state: State, entries: list[tuple[int, int, bool]]) -> np.ndarray:
-        """One pass over (sequence, token, whether its logits are wanted)."""
+        """Runs one pass; each entry is (sequence, token, whether its logits are wanted)."""
         batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
         try:
             batch.n_tokens = len(entries)

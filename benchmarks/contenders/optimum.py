@@ -1,4 +1,4 @@
-"""optimum's own export on onnxruntime, through ORTModelForCausalLM: the cache grows by concatenation inside the graph."""
+"""optimum's own export on onnxruntime, through ORTModelForCausalLM. The cache grows by concatenation in the graph."""
 
 from __future__ import annotations
 

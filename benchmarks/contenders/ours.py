@@ -1,4 +1,4 @@
-"""Our runtime on onnxruntime or, on a GPU, on TensorRT."""
+"""Our runtime on onnxruntime, or on TensorRT where there is a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class State:
 
 
 class Contender(Base[State]):
-    """Sessions of several capacities over one stepper, which holds the weights once."""
+    """Our contender. Sessions of several capacities share one stepper, so the weights are in memory once."""
 
     def __init__(self, model: str, threads: int, backend: str = "onnxruntime") -> None:
         self._bundle = Bundle.open(model)
@@ -32,12 +32,9 @@ class Contender(Base[State]):
         self.version = self._stepper.description
 
     def start(self, batch: int, capacity: int) -> State:
-        manifest = self._bundle.manifest
-        rows = (
-            self._capacity
-            if self._fixed
-            else check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
-        )
+        manifest, rows = self._bundle.manifest, self._capacity
+        if not self._fixed:
+            rows = check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
         return State(DecodeSession(self._bundle, self._stepper, batch, rows), [])
 
     def step(self, state: State, tokens: np.ndarray) -> np.ndarray:
@@ -48,7 +45,7 @@ class Contender(Base[State]):
 
     def fill(self, state: State, past: list[np.ndarray]) -> None:
         dtype = self._bundle.manifest.contract.cache_specs[0].dtype
-        assert dtype == "fp32", "every variant compared caches in float32"
+        assert dtype == "fp32", "every compared variant has a float32 cache"
         shared = SlotState(past[0].shape[1], tuple(past))
         state.slots = [state.session.import_slot(shared) for _ in range(state.session.max_batch)]
 

@@ -1,4 +1,4 @@
-"""transformers' LlamaForCausalLM in float32 over its DynamicCache: the reference for what is right, and a contender."""
+"""transformers' LlamaForCausalLM in float32 with its DynamicCache: the reference for outputs, and a contender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers on a GPU as its documentation makes it fast: a StaticCache, decode steps compiled and replayed as CUDA graphs."""
+"""transformers on a GPU as its documentation recommends: a StaticCache, and compiled decode steps in CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A contender's process: reads one JSON request a line from stdin, answers with one JSON line on stdout.
+"""The process of a contender: reads JSON requests from stdin, one a line, and answers each with a JSON line on stdout.
 
-python -m benchmarks.contenders.worker MODULE OPTIONS      the parent is benchmarks/race/harness.py
+python -m benchmarks.contenders.worker MODULE OPTIONS      benchmarks/race/harness.py starts it
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.contenders.interface import Base
 
 @dataclass
 class Running:
-    """A state, the tokens [B, N] that its sequences are made of, and how many of them they hold."""
+    """A state, the tokens of its sequences, int64 [B, N], and how many of them are in the cache."""
 
     state: Any
     tokens: np.ndarray
     length: int = 0
 
     def next(self, count: int) -> np.ndarray:
-        """The next tokens, int64 [B, count]; counts them as held."""
+        """Returns the next tokens, int64 [B, count], and counts them as cached."""
         taken = self.tokens[:, self.length : self.length + count]
         self.length += count
         return taken
@@ -39,13 +39,13 @@ class Running:
 
 @dataclass
 class Worker:
-    """Carries out requests; each method that is a request returns JSON data."""
+    """Runs requests. Each public method is a request and returns JSON data."""
 
     contender: Base
     running: dict[str, Running] = field(default_factory=dict)
 
     def start(self, key: str, capacity: int, tokens: str, past_len: int, to: str, past: str | None = None) -> dict:
-        """Begins sequences that hold the first `past_len` of these tokens, and saves the logits of the token after them."""
+        """Starts sequences with the first `past_len` tokens, and saves the logits of the token after them."""
         all_tokens = np.load(tokens)
         running = Running(self.contender.start(len(all_tokens), capacity), all_tokens)
         if past is not None and self.contender.can_fill:
@@ -66,7 +66,7 @@ class Worker:
         return {"ms": [_timed(lambda: self.contender.step(running.state, running.next(1))) for _ in range(count)]}
 
     def bare_steps(self, key: str, count: int) -> dict:
-        """Times the matrix products of decode steps, without the rest."""
+        """Times only the matrix products of decode steps."""
         return {"ms": [_timed(lambda: self.contender.step_bare(self.running[key].state)) for _ in range(count)]}
 
     def prefill(self, capacity: int, tokens: str) -> dict:
@@ -82,8 +82,10 @@ class Worker:
         return {}
 
     def decode(self, prompts: list[list[int]], count: int, to: str, forced: list[list[int]] | None = None) -> dict:
-        """Saves the tokens [prompts, count] that follow each prompt and the logits [prompts, count, V] they were chosen from:
-        its own greedy ones, or those that are forced on it."""
+        """Decodes after each prompt: greedily, or with the tokens in `forced`.
+
+        Saves tokens, int64 [prompts, count], and the logits before each token, float32 [prompts, count, V].
+        """
         all_tokens, all_logits = [], []
         for row, prompt in enumerate(prompts):
             state, tokens, logits = self.contender.start(1, len(prompt) + count), [], []
@@ -99,12 +101,12 @@ class Worker:
         return {}
 
     def save_past(self, tokens: str, to: str) -> dict:
-        """Saves the keys and values of one sequence of tokens [P], for other contenders to be filled with."""
+        """Saves the keys and values of one sequence of tokens, int64 [P]; other contenders are filled with them."""
         np.savez(to, *self.contender.past_of(np.load(tokens)))
         return {}
 
     def memory(self, forget_peak: bool = False) -> dict:
-        """Resident bytes now and at most since the peak was last forgotten."""
+        """Returns the resident bytes now and their peak; `forget_peak` first starts a new peak."""
         if forget_peak:
             Path("/proc/self/clear_refs").write_text("5")
         status = Path("/proc/self/status").read_text()
@@ -122,7 +124,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     module, options = sys.argv[1], json.loads(sys.argv[2])
     started = time.perf_counter()
     kind = importlib.import_module(f"benchmarks.contenders.{module}").Contender
@@ -133,14 +135,13 @@ def main() -> None:
         "open_seconds": time.perf_counter() - imported,
         "version": worker.contender.version,
     }
-    print(
-        json.dumps(opened | {"can_fill": kind.can_fill, "largest_batch": kind.largest_batch}), file=answers, flush=True
-    )
+    limits = {"can_fill": kind.can_fill, "largest_batch": kind.largest_batch}
+    print(json.dumps(opened | limits), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer = getattr(worker, request.pop("do"))(**request)
-        except Exception as error:  # told to the parent, which reports it by the contender's name
+        except Exception as error:  # the parent reports it with the contender's name
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 

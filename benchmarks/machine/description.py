@@ -1,4 +1,4 @@
-"""What a record says of the machine and the code it was measured with."""
+"""Describes the machine and the code for a record."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from exporter.common.versions import versions
 
 
 def machine() -> dict:
-    """Processor, cores, memory and GPUs; no host name."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
+    """Returns processor, cores, memory and GPUs, without the host's name."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown")
     return {
         "cpu": cpu,
         "architecture": platform.machine(),
@@ -32,7 +26,7 @@ def machine() -> dict:
 
 
 def stamp() -> dict:
-    """Date, commit and versions."""
+    """Returns date, commit and versions of packages."""
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),

@@ -1,4 +1,4 @@
-"""What this machine can do at best, and how near our steps come to it, whole and by component."""
+"""Measures the limits of this machine, and compares our steps with them, whole and by component."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Limits:
-    """Measured on all cores: bytes a second read from memory, and floating-point operations a second of a float32 matrix product."""
+    """Limits measured on all cores.
+
+    Attributes:
+        bandwidth: bytes read from memory per second.
+        flop_rate: floating-point operations per second in a float32 matrix product.
+    """
 
     bandwidth: float
     flop_rate: float
@@ -27,7 +32,10 @@ class Limits:
 
 
 def measure_limits(threads: int, array_bytes: int) -> Limits:
-    """The best of several reads of an array far larger than the processor's caches, and of several square products."""
+    """Returns the best of several reads of an array of `array_bytes`, and of several square matrix products.
+
+    `array_bytes` must be far larger than the processor's caches.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -48,7 +56,7 @@ def _best_seconds(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def against_the_limit(
+def compare_with_limits(
     config: ModelConfig,
     unit: Unit,
     batch: int,
@@ -57,11 +65,17 @@ def against_the_limit(
     limits: Limits,
     measured_ms: Mapping[str, float],
 ) -> dict:
-    """A float32 step's time at the limit beside what was measured of each component.
+    """Returns a float32 step's time at the machine's limits beside the measured time, whole and for each component.
 
     Args:
-        measured_ms: component → milliseconds in onnxruntime's profile, named as in `exporter.costs.roofline.Cost`, merged projections as one;
-            what is in none of them counts to the whole only.
+        config: geometry of the model.
+        unit: the unit that was measured.
+        batch: number of sequences.
+        seq_len: tokens in the step.
+        past_len: cached tokens.
+        limits: limits of the machine.
+        measured_ms: component → milliseconds in onnxruntime's profile. The names are those of
+            `exporter.costs.roofline.Cost`; merged projections are one component. Other names count as "other".
     """
     table = roofline(config, unit, Step(batch, seq_len, past_len, "fp32"), limits.bandwidth, limits.flop_rate)
     merged = {part: whole for whole, parts in MERGED_WEIGHTS.items() for part in parts}
@@ -74,15 +88,8 @@ def against_the_limit(
     rows = []
     for name, limit in limits_ms.items():
         ms = measured_ms.get(name)
-        rows.append(
-            {
-                "name": name,
-                "limit_ms": limit,
-                "bound": bounds[name],
-                "measured_ms": ms,
-                "share": limit / ms if ms else None,
-            }
-        )
+        row = {"name": name, "limit_ms": limit, "bound": bounds[name], "measured_ms": ms}
+        rows.append(row | {"share": limit / ms if ms else None})
     other = sum(ms for name, ms in measured_ms.items() if name not in limits_ms)
     rows.append({"name": "other", "limit_ms": 0.0, "bound": "", "measured_ms": other, "share": None})
     return {"limit_ms": table["limit_ms"], "components": rows}

@@ -1,4 +1,4 @@
-"""Where one decode step's time goes, from onnxruntime's own profiler: by operator and by component."""
+"""Profiles one decode step with onnxruntime's own profiler: time by operator and by component."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 
 STEPS, WARM_STEPS = 20, 5
-ATTENTION_PARTS = {"keys", "values", "heads", "present_key", "present_value", "mask"}  # what moves and reads the cache
+ATTENTION_PARTS = {
+    "keys",
+    "values",
+    "heads",
+    "present_key",
+    "present_value",
+    "mask",
+}  # nodes that move and read the cache
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One run of one node: its name in the graph, its operator, and how long it took."""
+    """One run of one node: its name in the graph, its operator and its time."""
 
     node: str
     operator: str
@@ -47,12 +54,12 @@ class ProfiledStepper(OnnxruntimeStepper):
         )
 
     def profile(self) -> Path:
-        """Ends profiling; the file."""
+        """Ends profiling; returns the profile's file."""
         return Path(self._session.end_profiling())
 
 
 def profile_steps(bundle: Bundle, batch: int, past_len: int, capacity: int, threads: int) -> list[list[Kernel]]:
-    """The kernels of each of STEPS decode steps at one past length, over a cache of zeros."""
+    """Returns the kernels of each of STEPS decode steps at one past length, with a cache of zeros."""
     manifest = bundle.manifest
     rows = check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
     first = manifest.contract.step_inputs[0].name
@@ -70,7 +77,7 @@ def profile_steps(bundle: Bundle, batch: int, past_len: int, capacity: int, thre
 
 
 def read_profile(events: Iterable[dict]) -> list[list[Kernel]]:
-    """The kernels of every run in a profile, in order: a run's node events lie between its beginning and end."""
+    """Returns the kernels of every run in a profile, in order. A node's event belongs to the run around it."""
     events = [event for event in events if event.get("ph") == "X"]
     runs = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] == "model_run")
     steps: list[list[Kernel]] = [[] for _ in runs]
@@ -83,7 +90,7 @@ def read_profile(events: Iterable[dict]) -> list[list[Kernel]]:
 
 
 def component_of(node: str) -> str:
-    """The ledger's component that a node belongs to: its name without the block's number, attention's own parts as one."""
+    """Returns the ledger's component of a node: its name without the block's number; attention's own parts are one."""
     match = re.match(r"blocks\.\d+\.([\w.]+)", node)
     name = match[1] if match else re.split(r"[./]", node)[0]
     if name in ATTENTION_PARTS or (name.startswith("attention.") and name.split(".")[1] in ATTENTION_PARTS):
@@ -92,14 +99,13 @@ def component_of(node: str) -> str:
 
 
 def component_times(bundle: Bundle, batch: int, past_len: int, capacity: int, threads: int) -> dict[str, float]:
-    """Component → median milliseconds a step."""
-    return median_times(
-        profile_steps(bundle, batch, past_len, capacity, threads), lambda kernel: component_of(kernel.node)
-    )
+    """Returns component → median milliseconds of a step."""
+    steps = profile_steps(bundle, batch, past_len, capacity, threads)
+    return median_times(steps, lambda kernel: component_of(kernel.node))
 
 
 def median_times(steps: list[list[Kernel]], group: Callable[[Kernel], str]) -> dict[str, float]:
-    """Group → median over steps of its kernels' milliseconds, longest first."""
+    """Returns group → milliseconds of its kernels in a step, as median over steps, longest first."""
     totals = []
     for kernels in steps:
         total: dict[str, float] = defaultdict(float)
@@ -112,7 +118,7 @@ def median_times(steps: list[list[Kernel]], group: Callable[[Kernel], str]) -> d
 
 
 def tables(bundle: Bundle, batch: int, past_len: int, capacity: int, threads: int) -> tuple[list[Table], dict]:
-    """The same step by operator and by component, for people and as data."""
+    """Returns the profile by operator and by component, as tables and as data."""
     steps = profile_steps(bundle, batch, past_len, capacity, threads)
     data = {
         "operator": median_times(steps, lambda kernel: kernel.operator),

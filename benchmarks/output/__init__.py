@@ -1,1 +1,1 @@
-"""A run's record: its form, its tables and its plots."""
+"""The record of a run: its form, its tables and its plots."""

@@ -1,4 +1,4 @@
-"""A run's record as pictures: step time against past length, batch and capacity; export time and memory against depth.
+"""Draws a record: step time over past length, batch and capacity; export time and memory over depth.
 
 python -m benchmarks --plots RECORD      needs matplotlib, `pip install 'blockline[bench]'`
 """
@@ -13,13 +13,13 @@ import matplotlib
 
 matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "blockline"  # the same record gives the same file
-from matplotlib import pyplot  # noqa: E402 - after the choice of backend
+from matplotlib import pyplot  # noqa: E402 - pyplot must be imported after the backend is chosen
 
 Series = dict[str, list[tuple[float, float, float, float]]]  # label → (x, median, p10, p90)
 
 
 def draw(record: Mapping, folder: Path) -> list[Path]:
-    """Writes every plot that the record has points for; returns the files."""
+    """Draws every plot that the record has points for; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, workload in record["workloads"].items():
@@ -27,18 +27,15 @@ def draw(record: Mapping, folder: Path) -> list[Path]:
         stem = name.lower().replace(" ", "-")
         for batch in sorted({case["case"]["batch"] for case in cases}):
             series = _series([case for case in cases if case["case"]["batch"] == batch], "past_len")
-            files += _draw(
-                folder / f"{stem}-past-length-batch-{batch}.svg", f"{name}, batch {batch}", "cached tokens", series
-            )
+            file = folder / f"{stem}-past-length-batch-{batch}.svg"
+            files += _draw(file, f"{name}, batch {batch}", "cached tokens", series)
         for past_len in sorted({case["case"]["past_len"] for case in cases}):
             series = _series([case for case in cases if case["case"]["past_len"] == past_len], "batch")
-            files += _draw(
-                folder / f"{stem}-batch-at-{past_len}.svg", f"{name}, {past_len:,} cached tokens", "batch", series
-            )
+            file = folder / f"{stem}-batch-at-{past_len}.svg"
+            files += _draw(file, f"{name}, {past_len:,} cached tokens", "batch", series)
         capacities = {"ours": [_point(row["capacity"], row) for row in workload["capacity"] if "median_ms" in row]}
-        files += _draw(
-            folder / f"{stem}-capacity.svg", f"{name}, one length, growing allocation", "cache capacity", capacities
-        )
+        title = f"{name}, one length, growing allocation"
+        files += _draw(folder / f"{stem}-capacity.svg", title, "cache capacity", capacities)
     for key, label, scale in (
         ("seconds", "export, s", 1),
         ("peak_memory_bytes", "peak memory of the export, GiB", 2**30),
@@ -47,14 +44,8 @@ def draw(record: Mapping, folder: Path) -> list[Path]:
         for row in record["exports by depth"]:
             if key in row:
                 by_exporter[row["exporter"]].append((row["n_layers"], *[row[key] / scale] * 3))
-        files += _draw(
-            folder / f"export-{key.replace('_', '-')}.svg",
-            "export against depth",
-            "layers",
-            by_exporter,
-            label,
-            logarithmic=False,
-        )
+        file = folder / f"export-{key.replace('_', '-')}.svg"
+        files += _draw(file, "export over depth", "layers", by_exporter, label, logarithmic=False)
     return files
 
 
@@ -74,7 +65,7 @@ def _point(x: float, result: Mapping) -> tuple[float, float, float, float]:
 def _draw(
     file: Path, title: str, x_label: str, series: Series, y_label: str = "ms a step", logarithmic: bool = True
 ) -> list[Path]:
-    """One plot, from p10 to p90 around the medians; none where no line has two points."""
+    """Draws one plot: medians with p10 to p90 around them. Draws nothing where no line has two points."""
     if not any(len(points) > 1 for points in series.values()):
         return []
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")

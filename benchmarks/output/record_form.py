@@ -1,4 +1,4 @@
-"""What a record of the benchmark must look like: held against it before it is written, and by whoever reads an old one."""
+"""Checks the form of a benchmark record, before it is written and after an old one is read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STATUSES = {"ran", "missing", "failed", "disagrees"}
 
 
 def check_record(record: Mapping) -> None:
-    """Refuses a record that does not have the form described.
+    """Checks the form of a record.
 
     Raises:
-        ValueError: names everything that is wrong with it.
+        ValueError: the form is wrong; the message names every fault.
     """
     faults = list(_faults(record))
     if faults:
@@ -41,7 +41,7 @@ def _faults(record: Mapping) -> Iterator[str]:
         if not record["limits"].get(rate, 0) > 0:
             yield f"limits {rate}: got {record['limits'].get(rate)}, expected more than 0"
     if not record["workloads"]:
-        yield "it has no workloads"
+        yield "got no workloads, expected at least one"
     for name, workload in record["workloads"].items():
         yield from (f"{name}: {fault}" for fault in _workload_faults(workload))
 
@@ -54,7 +54,7 @@ def _workload_faults(workload: Mapping) -> Iterator[str]:
     ran = {name for name, contender in workload["contenders"].items() if contender.get("status") == "ran"}
     for case in [*workload["decode"], *workload["prefill"]]:
         if set(case["results"]) != ran:
-            yield f"{case['name']}: it has results of {sorted(case['results'])}, expected of those who ran, {sorted(ran)}"
+            yield f"{case['name']}: got results of {sorted(case['results'])}, expected those that ran, {sorted(ran)}"
         for name, result in case["results"].items():
             yield from _result_faults(f"{case['name']}, {name}", result)
     for row in workload["capacity"]:
@@ -70,22 +70,22 @@ def _workload_faults(workload: Mapping) -> Iterator[str]:
 def _contender_faults(contenders: Mapping) -> Iterator[str]:
     for needed in (REFERENCE, OURS):
         if contenders.get(needed, {}).get("status") != "ran":
-            yield f"{needed}: got {contenders.get(needed)}, expected it to have run"
+            yield f"{needed}: got {contenders.get(needed)}, expected status 'ran'"
     for name, contender in contenders.items():
         status = contender.get("status")
         if status not in STATUSES:
             yield f"{name}: got status {status!r}, expected one of {sorted(STATUSES)}"
         elif status != "ran" and not contender.get("reason"):
-            yield f"{name}: it is {status} and no reason is given"
+            yield f"{name}: its status is {status}, expected a reason"
         elif status == "ran" and "agreement" not in contender:
-            yield f"{name}: it ran and was not compared"
+            yield f"{name}: its status is ran, expected an agreement"
 
 
 def _result_faults(what: str, result: Mapping) -> Iterator[str]:
     if "not_timed" in result:
         if not result["not_timed"]:
-            yield f"{what}: it is not timed and no reason is given"
-    elif not 0 < result.get("p10_ms", 0) <= result.get("median_ms", 0) <= result.get("p90_ms", 0) or not result.get(
-        "n"
-    ):
-        yield f"{what}: got {dict(result)}, expected 0 < p10 <= median <= p90 of at least one sample"
+            yield f"{what}: it is not timed, expected a reason"
+        return
+    p10, median, p90 = (result.get(name, 0) for name in ("p10_ms", "median_ms", "p90_ms"))
+    if not 0 < p10 <= median <= p90 or not result.get("n"):
+        yield f"{what}: got {dict(result)}, expected 0 < p10 <= median <= p90 and at least one sample"

@@ -1,4 +1,4 @@
-"""A run's record as tables."""
+"""Shows the record of a run as tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def tables(record: Mapping) -> Iterator[Table]:
-    """Everything that a person wants to see of a record, workload by workload, targets last."""
+    """Yields the tables of a record, workload by workload, targets last."""
     for name, workload in record["workloads"].items():
         yield contenders(name, workload["contenders"])
         for kind in ("decode", "prefill"):
@@ -25,22 +25,16 @@ def tables(record: Mapping) -> Iterator[Table]:
 
 
 def contenders(workload: str, entries: Mapping[str, Mapping]) -> Table:
-    title = f"{workload}: who takes part, and how its logits agree with the float32 reference's"
+    title = f"{workload}: contenders, and agreement of their logits with the float32 reference's"
     table = _table(title, "contender", "same token", "KL", "error of rms", "open, s", "what")
     for name, entry in entries.items():
         agreement = entry.get("agreement")
-        numbers = (
-            [f"{agreement['top1']:.1%}", f"{agreement['kl']:.1e}", f"{agreement['error']:.1e}"]
-            if agreement
-            else [""] * 3
-        )
+        numbers = [""] * 3
+        if agreement:
+            numbers = [f"{agreement['top1']:.1%}", f"{agreement['kl']:.1e}", f"{agreement['error']:.1e}"]
         seconds = f"{entry['open_seconds']:.1f}" if "open_seconds" in entry else ""
-        table.add_row(
-            name,
-            *numbers,
-            seconds,
-            entry["version"] if entry["status"] == "ran" else f"{entry['status']}: {entry['reason']}",
-        )
+        what = entry["version"] if entry["status"] == "ran" else f"{entry['status']}: {entry['reason']}"
+        table.add_row(name, *numbers, seconds, what)
     return table
 
 
@@ -64,17 +58,14 @@ def _time(result: Mapping, reasons: dict[str, str], name: str) -> str:
 
 
 def memory(workload: str, cases: Sequence[Mapping]) -> Table:
-    table = _table(
-        f"{workload}: peak resident memory while decoding, GiB", "contender", *(case["name"] for case in cases)
-    )
+    title = f"{workload}: peak resident memory while decoding, GiB"
+    table = _table(title, "contender", *(case["name"] for case in cases))
     for name in dict.fromkeys(name for case in cases for name in case["results"]):
         peaks = [case["results"].get(name, {}).get("memory", {}).get("peak") for case in cases]
         table.add_row(name, *(f"{peak / GIB:.2f}" if peak else "" for peak in peaks))
     table.add_section()
-    table.add_row(
-        "weights and cache, float32",
-        *(f"{(case['sizes']['weights_bytes'] + case['sizes']['cache_bytes']) / GIB:.2f}" for case in cases),
-    )
+    sizes = [case["sizes"]["weights_bytes"] + case["sizes"]["cache_bytes"] for case in cases]
+    table.add_row("weights and cache, float32", *(f"{size / GIB:.2f}" for size in sizes))
     return table
 
 
@@ -90,45 +81,35 @@ def ours_alone(workload: str, record: Mapping) -> Table:
 
 
 def roofline(workload: str, row: Mapping) -> Table:
-    share = row["limit_ms"] / row["step_ms"]
-    table = _table(
-        f"{workload}: {row['case']}, at the machine's limit {row['limit_ms']:.2f} ms, measured {row['step_ms']:.2f} ms: {share:.0%} of the limit",
-        "component", "at the limit, ms", "bound by", "in the profile, ms", "share of the limit",
-    )  # fmt: skip
+    limit, step = row["limit_ms"], row["step_ms"]
+    title = (
+        f"{workload}: {row['case']}, at the machine's limit {limit:.2f} ms, measured {step:.2f} ms: {limit / step:.0%}"
+    )
+    columns = ("component", "at the limit, ms", "bound by", "in the profile, ms", "share of the limit")
+    table = _table(title, *columns)
     for component in row["components"]:
         ms, part = component["measured_ms"], component["share"]
-        table.add_row(
-            component["name"],
-            f"{component['limit_ms']:.3f}",
-            component["bound"],
-            "" if ms is None else f"{ms:.3f}",
-            "" if part is None else f"{part:.0%}",
-        )
+        measured = ["" if ms is None else f"{ms:.3f}", "" if part is None else f"{part:.0%}"]
+        table.add_row(component["name"], f"{component['limit_ms']:.3f}", component["bound"], *measured)
     return table
 
 
 def exports(rows: Sequence[Mapping]) -> Table:
     table = _table("export by depth", "layers", "exporter", "seconds", "peak GiB")
     for row in rows:
-        figures = (
-            (f"{row['seconds']:.1f}", f"{row['peak_memory_bytes'] / GIB:.2f}")
-            if "seconds" in row
-            else (row["not_timed"], "")
-        )
+        figures = (row.get("not_timed", ""), "")
+        if "seconds" in row:
+            figures = (f"{row['seconds']:.1f}", f"{row['peak_memory_bytes'] / GIB:.2f}")
         table.add_row(str(row["n_layers"]), row["exporter"], *figures)
     return table
 
 
 def targets(rows: Sequence[Mapping]) -> Table:
-    table = _table("targets: ratios, at most", "target", "wanted", "measured", "")
+    table = _table("targets: largest wanted ratios", "target", "wanted", "measured", "")
     for row in rows:
         measured = "" if row["measured"] is None else f"{row['measured']:.2f}"
-        table.add_row(
-            row["name"],
-            f"{row['wanted']:.2f}",
-            measured,
-            {True: "met", False: "MISSED", None: "not measured"}[row["met"]],
-        )
+        state = {True: "met", False: "MISSED", None: "not measured"}[row["met"]]
+        table.add_row(row["name"], f"{row['wanted']:.2f}", measured, state)
     return table
 
 

@@ -1,1 +1,1 @@
-"""Measurements of this project alone, each a command that writes its record."""
+"""Measurements of this project alone. Each module is a command that writes a record."""

@@ -1,12 +1,12 @@
-"""Time and peak memory of exporting, validating, auditing and compiling one full-size block, each command in its own process.
+"""Measures export, validation, audit and compilation of one full-size block: time and peak memory of each command.
 
 python -m benchmarks.own.blocks [MODEL ...]          writes benchmarks/records/blocks.json
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +18,7 @@ RECORD = Path(__file__).parents[1] / "records" / "blocks.json"
 
 
 def measure_block(model: str, folder: Path) -> dict:
-    """All figures of one model's block at fp16."""
+    """Returns all figures of one model's block at fp16."""
     bundle = str(folder / model)
     figures = {
         "export, not validated": measure("exporter", "export", "--model", model, "--no-validate", "-o", bundle),
@@ -38,8 +38,11 @@ def measure_block(model: str, folder: Path) -> dict:
 
 
 def main() -> None:
-    """Measures the models named, or both, prints a table and writes the record."""
-    models = sys.argv[1:] or MODELS
+    """Measures the named models, prints a table and writes the record."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.blocks", description=__doc__.splitlines()[0])
+    names = ", ".join(MODELS)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"models of the catalogue (default: {names})")
+    models = parser.parse_args().models or MODELS
     with tempfile.TemporaryDirectory(dir="build") as scratch:
         blocks = {model: measure_block(model, Path(scratch)) for model in models}
     for model, figures in blocks.items():

@@ -1,8 +1,9 @@
-"""Exporting the small real model, side by side with the exporters people would use instead: time and peak memory.
+"""Measures the export of the small real model by our exporter and by two others: time and peak memory.
 
 python -m benchmarks.own.exporters CHECKPOINT     writes benchmarks/records/exporters.json
 
-All write a float32 ONNX model for generation from the same checkpoint, unvalidated, each in a process of its own; runs are interleaved.
+Each writes a float32 ONNX model for generation from the same checkpoint, without validation, in a process of its own.
+The exporters run in turn.
 """
 
 from __future__ import annotations
@@ -32,34 +33,26 @@ def ours(checkpoint: Path, folder: Path, *extra: str) -> dict:
 
 
 def optimum(checkpoint: Path, folder: Path) -> dict:
-    """Its transformers 4 looks for the RoPE base where checkpoints saved by transformers 5 no longer have it, and takes 10,000 instead."""
+    """Exports with optimum. Its transformers 4 misses the RoPE base of checkpoints that transformers 5 saved.
+
+    It would take 10,000, so the base is written where transformers 4 reads it.
+    """
     rope = json.loads((checkpoint / "config.json").read_text()).get("rope_parameters", {})
-    restated = restate(
-        checkpoint, folder.parent / "checkpoint", {key: rope[key] for key in ("rope_theta",) if key in rope}
-    )
+    settings = {key: rope[key] for key in ("rope_theta",) if key in rope}
+    restated = restate(checkpoint, folder.parent / "checkpoint", settings)
     return measure_command([str(prepare("optimum")), "-c", OPTIMUM, str(restated), str(folder)])
 
 
 def genai_builder(checkpoint: Path, folder: Path) -> dict:
-    """The builder wants to read the architecture from config.json, which not every folder states."""
+    """Exports with genai's builder. It reads the architecture from config.json, which not every folder states."""
     restated = restate(checkpoint, folder.parent / "checkpoint", {"architectures": ["LlamaForCausalLM"]})
-    arguments = [
-        "-i",
-        str(restated),
-        "-o",
-        str(folder.absolute()),
-        "-p",
-        "fp32",
-        "-e",
-        "cpu",
-        "-c",
-        str(folder.parent / "cache"),
-    ]
-    return measure_command([str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder", *arguments])
+    places = ["-i", str(restated), "-o", str(folder.absolute()), "-c", str(folder.parent / "cache")]
+    builder = [str(prepare("genai_builder")), "-m", "onnxruntime_genai.models.builder"]
+    return measure_command([*builder, *places, "-p", "fp32", "-e", "cpu"])
 
 
 def restate(checkpoint: Path, folder: Path, settings: dict) -> Path:
-    """A folder of links to a checkpoint's files, with more said in its config.json: the same model in a peer's own words."""
+    """Makes a folder of links to a checkpoint's files, with further settings in its config.json."""
     folder.mkdir()
     for path in checkpoint.iterdir():
         if path.name != "config.json":
@@ -72,7 +65,16 @@ EXPORTERS = {"ours": ours, "optimum": optimum, "genai": genai_builder}
 
 
 def by_depth(checkpoints: Mapping[int, Path], names: Iterable[str], scratch: Path) -> list[dict]:
-    """Time and peak memory of exporting models of several depths; depth → checkpoint. An exporter that is missing says why."""
+    """Measures the export of models of several depths; returns a row for each depth and exporter.
+
+    Args:
+        checkpoints: number of layers → checkpoint folder.
+        names: names in `EXPORTERS`.
+        scratch: folder for the exported files, which are removed again.
+
+    Returns:
+        Rows with seconds and peak memory, or with the reason under "not_timed" where an exporter is missing or failed.
+    """
     rows = []
     for depth, checkpoint in checkpoints.items():
         for name in names:
@@ -86,8 +88,8 @@ def by_depth(checkpoints: Mapping[int, Path], names: Iterable[str], scratch: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.exporters")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.exporters", description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of the small real model")
     checkpoint = parser.parse_args().checkpoint.absolute()
     runs: dict[str, list[dict]] = {}
     missing: dict[str, str] = {}
@@ -104,18 +106,14 @@ def main() -> None:
             runs.setdefault(exporter.__name__, []).append(figures)
             print(number, exporter.__name__, figures, flush=True)
     medians = {
-        name: {key: statistics.median(run[key] for run in of_one) for key in of_one[0]} for name, of_one in runs.items()
+        name: {key: statistics.median(run[key] for run in rows) for key in rows[0]} for name, rows in runs.items()
     }
-    ratios = {
-        name: {key: round(values[key] / medians["ours"][key], 2) for key in values} for name, values in medians.items()
-    }
+    ratios = {}
+    for name, values in medians.items():
+        ratios[name] = {key: round(value / medians["ours"][key], 2) for key, value in values.items()}
     print(json.dumps({"ratios to ours": ratios, "missing": missing}, indent=1))
-    RECORD.write_text(
-        json.dumps(
-            {**stamp(), "machine": machine(), "medians": medians, "ratios": ratios, "missing": missing}, indent=1
-        )
-        + "\n"
-    )
+    record = {**stamp(), "machine": machine(), "medians": medians, "ratios": ratios, "missing": missing}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

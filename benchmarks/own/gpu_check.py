@@ -1,16 +1,17 @@
-"""`make gpu-check`: what only a machine with a GPU can show, in one table, without a network; JSON beside it.
+"""Checks everything that needs a GPU (`make gpu-check`): prints one table and writes build/gpu-check.json.
 
-Uses what is installed (torch with CUDA, onnxruntime's CUDA provider, tensorrt or tensorrt-rtx) and skips the rest by name.
-Exit 0 when nothing failed, 1 when something did.
+It needs no network. It uses the installed packages (torch with CUDA, onnxruntime's CUDA provider, tensorrt or
+tensorrt-rtx) and skips checks of other packages by name. It exits with 0 when no check failed, and with 1 otherwise.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ BATCHES, PAST_LENS, CAPACITY, PREFILL = (1, 8, 32), (1000, 8000), 8192, 512
 
 
 class Skipped(Exception):
-    """This row cannot run here; the message says what is missing."""
+    """This check cannot run on this machine; the message says what is missing."""
 
 
 @dataclass
@@ -73,28 +74,27 @@ class Row:
 
 
 def run_row(name: str, check: Callable[[], str]) -> Row:
-    """Runs one check; a Skipped or a missing backend skips, anything else that it raises fails."""
+    """Runs one check. `Skipped` and a missing backend skip it; any other error is a failure."""
     try:
         return Row(name, "passed", check())
     except (Skipped, BackendError) as reason:
         return Row(name, "skipped", str(reason))
-    except Exception as error:  # a row must not take the others with it
+    except Exception as error:  # the other checks must still run
         return Row(name, "FAILED", f"{type(error).__name__}: {error}")
 
 
 def exported(name: str, config: ModelConfig, max_positions: int) -> Bundle:
-    """A random fp16 stack of all layers of SMALL, or a block of a catalogue model, made once."""
+    """Exports a bundle in fp16 once: the whole model for SMALL, a block for another config. The weights are random."""
     folder = FOLDER / name
     if not (folder / "manifest.json").is_file():
         unit = Unit.parse("model" if config is SMALL else "block", config)
-        export_bundle(
-            ExportRequest(config, unit, RandomWeights(config, 0), "fp16", max_positions), folder, validated=False
-        )
+        request = ExportRequest(config, unit, RandomWeights(config, 0), "fp16", max_positions)
+        export_bundle(request, folder, validated=False)
     return Bundle.open(folder)
 
 
 def parity(bundle: Bundle, stepper: Stepper) -> str:
-    """All scenarios of the unit against float32 eager over the same weights, as export validates them."""
+    """Compares all scenarios of the unit with float32 eager over the same weights, as an export does."""
     manifest = bundle.manifest
     unit = manifest.unit
     weights = reference_weights(bundle)
@@ -111,11 +111,12 @@ def parity(bundle: Bundle, stepper: Stepper) -> str:
         raise CheckFailed(
             f"{worst.scenario}: {worst.tensor} differs by {worst.max_error:.2e} of rms, {worst.allowed:.0e} allowed"
         )
-    return f"{len(comparisons)} comparisons, worst {worst.max_error:.1e} of rms in {worst.scenario}, {worst.allowed:.0e} allowed"
+    error = f"worst {worst.max_error:.1e} of rms in {worst.scenario}, {worst.allowed:.0e} allowed"
+    return f"{len(comparisons)} comparisons, {error}"
 
 
 def on_gpu(check: Callable[[], str]) -> Callable[[], str]:
-    """The check, skipped before it does anything where no GPU is visible."""
+    """Returns the check; it is skipped at once where no GPU is visible."""
 
     def guarded() -> str:
         if not visible_gpus():
@@ -127,7 +128,7 @@ def on_gpu(check: Callable[[], str]) -> Callable[[], str]:
 
 @dataclass
 class Engines:
-    """The engines of one TensorRT that this check builds and runs."""
+    """Checks of one TensorRT package; each builds an engine and runs it."""
 
     backend_name: str
 
@@ -171,7 +172,9 @@ class Engines:
             raise CheckFailed(
                 f"one step of 3 tokens into cache row 1 wrote {written[0]}, other rows untouched: {untouched}"
             )
-        return f"present is past: {len(written)} tensors written in place at rows 0–2 of one sequence, the others untouched"
+        return (
+            f"{len(written)} cache tensors are written in place at rows 0–2 of one sequence, the others are untouched"
+        )
 
     def refit(self) -> str:
         bundle, backend = exported("refit", SMALL, 64), choose_backend(self.backend_name)
@@ -192,13 +195,15 @@ class Engines:
         }
         first = figures[0]
         return (
-            f"8B block, batch 1, P = {first['past_len']}: {first['median_ms']:.3f} ms, {first['bytes_s'] / 1e9:.0f} GB/s, "
-            f"{first['of_copy_bandwidth']:.0%} of copy bandwidth; prefill {self.figures['prefill']['flops'] / 1e12:.1f} TFLOP/s"
+            f"8B block, batch 1, P = {first['past_len']}: {first['median_ms']:.3f} ms, "
+            f"{first['bytes_s'] / 1e9:.0f} GB/s, "
+            f"{first['of_copy_bandwidth']:.0%} of copy bandwidth; "
+            f"prefill {self.figures['prefill']['flops'] / 1e12:.1f} TFLOP/s"
         )
 
 
 def copy_bandwidth(cuda: Cuda, n_bytes: int = 1 << 29) -> float:
-    """Bytes read and written per second by copies on the device."""
+    """Returns the bytes that copies on the device read and write per second."""
     source, destination = cuda.allocate(n_bytes), cuda.allocate(n_bytes)
     cuda.copy(destination, source, n_bytes, n_bytes, 1)
     cuda.synchronize()
@@ -213,7 +218,7 @@ def copy_bandwidth(cuda: Cuda, n_bytes: int = 1 << 29) -> float:
 
 
 def decode_figures(bundle: Bundle, stepper: Stepper, bandwidth: float) -> Iterator[dict]:
-    """Latency of one decode step of a block at each batch and past length, copies of inputs and outputs included."""
+    """Yields the latency of one decode step of a block at each batch and past length, copies of inputs included."""
     config = bundle.manifest.config
     ledger = Ledger.of(config)
     for batch in BATCHES:
@@ -236,25 +241,18 @@ def decode_figures(bundle: Bundle, stepper: Stepper, bandwidth: float) -> Iterat
 
 
 def prefill_figure(bundle: Bundle, stepper: Stepper) -> dict:
-    """Rate of one prefill of PREFILL tokens, from the block's matrix products alone."""
+    """Returns the rate of one prefill of PREFILL tokens, counting only the block's matrix products."""
     config = bundle.manifest.config
     cache = stepper.new_cache(1, CAPACITY)
-    feeds = step_feeds(
-        "hidden_states",
-        np.zeros((1, PREFILL, config.hidden_size), np.float16),
-        np.zeros(1, np.int64),
-        np.array([PREFILL]),
-    )
+    x = np.zeros((1, PREFILL, config.hidden_size), np.float16)
+    feeds = step_feeds("hidden_states", x, np.zeros(1, np.int64), np.array([PREFILL]))
     median_ms = median_time_ms(lambda: stepper.run(feeds, cache), 20)
-    return {
-        "tokens": PREFILL,
-        "median_ms": median_ms,
-        "flops": 2 * Ledger.of(config).block_parameters * PREFILL / median_ms * 1e3,
-    }
+    flops = 2 * Ledger.of(config).block_parameters * PREFILL / median_ms * 1e3
+    return {"tokens": PREFILL, "median_ms": median_ms, "flops": flops}
 
 
 def median_time_ms(step: Callable[[], object], repeats: int) -> float:
-    """Median wall time of a step, after five to warm up."""
+    """Returns the median wall time of a step, after five warm-up steps."""
     times = []
     for _ in range(repeats + 5):
         started = time.perf_counter()
@@ -264,13 +262,13 @@ def median_time_ms(step: Callable[[], object], repeats: int) -> float:
 
 
 def onnxruntime_cuda() -> str:
-    """Parity of onnxruntime's CUDA provider."""
+    """Compares onnxruntime's CUDA provider with eager."""
     bundle = exported("small", SMALL, 64)
     return parity(bundle, OnnxruntimeStepper.from_bundle(bundle, "CUDAExecutionProvider"))
 
 
 def torch_cuda() -> str:
-    """The eager 8B block on the GPU, as a yardstick for decode latency."""
+    """Times the eager 8B block on the GPU, to compare decode latency with."""
     import torch
 
     if not torch.cuda.is_available():
@@ -290,8 +288,25 @@ def torch_cuda() -> str:
         return f"eager 8B block, batch 1, P = {past_len}: {median_time_ms(step, 30):.3f} ms"
 
 
-def main() -> int:
-    """Runs every row, prints the table, writes the record."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs every check, prints the table and writes the record."""
+    prog, description = "python -m benchmarks.own.gpu_check", __doc__.splitlines()[0]
+    argparse.ArgumentParser(prog=prog, description=description).parse_args(arguments)
+    rows, figures = run_checks()
+    title = ", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible"
+    table = Table("check", "result", "detail", title=title, title_justify="left")
+    for row in rows:
+        table.add_row(row.name, row.state, row.detail)
+    terminal.stderr.print(table)
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    record = {**stamp(), "machine": machine(), "rows": [asdict(row) for row in rows], "figures": figures}
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    terminal.say(f"record: {RECORD}")
+    return int(any(row.state == "FAILED" for row in rows))
+
+
+def run_checks() -> tuple[list[Row], dict]:
+    """Runs every check; returns its rows and the measured figures of each TensorRT package."""
     suites = {name: Engines(name) for name in MODULES}
     checks: dict[str, Callable[[], str]] = {
         "torch on CUDA": torch_cuda,
@@ -306,26 +321,7 @@ def main() -> int:
             f"{name}: speed": suite.speed,
         }
     rows = [run_row(name, on_gpu(check)) for name, check in checks.items()]
-    table = Table(
-        "check",
-        "result",
-        "detail",
-        title=", ".join(gpu.name for gpu in visible_gpus()) or "no GPU is visible",
-        title_justify="left",
-    )
-    for row in rows:
-        table.add_row(row.name, row.state, row.detail)
-    terminal.stderr.print(table)
-    figures = {name: suite.figures for name, suite in suites.items() if hasattr(suite, "figures")}
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(
-        json.dumps(
-            {**stamp(), "machine": machine(), "rows": [asdict(row) for row in rows], "figures": figures}, indent=1
-        )
-        + "\n"
-    )
-    terminal.say(f"record: {RECORD}")
-    return int(any(row.state == "FAILED" for row in rows))
+    return rows, {name: suite.figures for name, suite in suites.items() if hasattr(suite, "figures")}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Exporting a whole large checkpoint: time against a plain copy of the same bytes, peak memory, and compiling it in parts.
+"""Measures the export of a large checkpoint: time compared with a plain copy, peak memory, and compilation in parts.
 
 python -m benchmarks.own.large_checkpoint [--layers N] [--keep]     writes benchmarks/records/checkpoints.json
 
-The checkpoint is generated: the geometry of Llama 3 8B in sharded bf16 safetensors, 16 GB at 32 layers. It lies under build/, which
-needs about three times its size. Export (not validated) and copy both begin with the checkpoint out of memory and end with the data on disk.
+The command generates the checkpoint in build/: the geometry of Llama 3 8B in sharded bf16 safetensors, 16 GB with
+32 layers. build/ needs about three times that size. Export (not validated) and copy both begin with the checkpoint out
+of memory and end with the data on disk.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ RECORD = Path(__file__).parents[1] / "records" / "checkpoints.json"
 FOLDER = Path("build/benchmark-checkpoint")
 SHARD_BYTES = 4 << 30
 PARTS = {
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj", "attention.v_proj": "self_attn.v_proj", "attention.o_proj": "self_attn.o_proj",
-    "mlp.gate_proj": "mlp.gate_proj", "mlp.up_proj": "mlp.up_proj", "mlp.down_proj": "mlp.down_proj",
-}  # fmt: skip
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.q_proj": "self_attn.q_proj",
+    "attention.k_proj": "self_attn.k_proj",
+    "attention.v_proj": "self_attn.v_proj",
+    "attention.o_proj": "self_attn.o_proj",
+    "mlp.gate_proj": "mlp.gate_proj",
+    "mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
 MODEL_PARTS = {
     "embedding.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -44,14 +51,24 @@ MODEL_PARTS = {
 def generate_checkpoint(
     folder: Path, config: ModelConfig, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Writes a sharded Hugging Face folder of random weights, one shard in memory at a time; returns its tensor bytes."""
+    """Writes a sharded Hugging Face folder of random weights, shard by shard; returns the tensors' bytes."""
     folder.mkdir(parents=True)
     settings = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": config.hidden_size, "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads, "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
-        "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "tie_word_embeddings": config.tie_word_embeddings, "eos_token_id": 2,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "eos_token_id": 2,
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     weight_map: dict[str, str] = {}
     total = 0
@@ -60,9 +77,8 @@ def generate_checkpoint(
         save_file(shard, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, name)
         total += sum(tensor.nbytes for tensor in shard.values())
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
 
 
@@ -91,7 +107,7 @@ def _stored_name(name: str) -> str:
 
 
 def forget(folder: Path) -> None:
-    """Takes a folder's files out of the page cache: who reads them next reads the disk."""
+    """Takes a folder's files out of the page cache, so that the next read comes from the disk."""
     os.sync()
     for path in folder.iterdir():
         with open(path, "rb") as file:
@@ -99,7 +115,7 @@ def forget(folder: Path) -> None:
 
 
 def copy_seconds(source: Path, target: Path) -> float:
-    """Wall time of copying a folder until it is on disk; the copy is removed."""
+    """Returns the wall time of copying a folder to disk; removes the copy."""
     started = time.perf_counter()
     shutil.copytree(source, target)
     os.sync()
@@ -109,7 +125,7 @@ def copy_seconds(source: Path, target: Path) -> float:
 
 
 def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, validated: bool = True) -> dict:
-    """Generates the checkpoint where it is missing, copies and exports it, and validates the bundle layer by layer."""
+    """Generates the checkpoint where it is missing, copies it, exports it and validates the bundle layer by layer."""
     checkpoint, bundle = folder / "checkpoint", folder / "bundle"
     if not (checkpoint / "model.safetensors.index.json").is_file():
         shutil.rmtree(checkpoint, ignore_errors=True)
@@ -118,9 +134,8 @@ def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, valid
     forget(checkpoint)
     seconds = copy_seconds(checkpoint, folder / "copy")
     forget(checkpoint)
-    export = measure(
-        "exporter", "export", "--checkpoint", str(checkpoint), "--unit", "model", "--no-validate", "-o", str(bundle)
-    )
+    model = ("--checkpoint", str(checkpoint), "--unit", "model")
+    export = measure("exporter", "export", *model, "--no-validate", "-o", str(bundle))
     figures = {
         "checkpoint_bytes": n_bytes,
         "copy_seconds": round(seconds, 2),
@@ -135,21 +150,10 @@ def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, valid
 
 
 def run_in_parts(folder: Path, budget_gib: float) -> dict:
-    """Exports the checkpoint in parts that fit a budget and compiles every one of them; needs no GPU."""
+    """Exports the checkpoint in parts that fit a memory budget and compiles each part; needs no GPU."""
     checkpoint, bundle = folder / "checkpoint", folder / "parts"
-    budget = ["--part-budget", str(budget_gib)]
-    export = measure(
-        "exporter",
-        "export",
-        "--checkpoint",
-        str(checkpoint),
-        "--unit",
-        "model",
-        *budget,
-        "--no-validate",
-        "-o",
-        str(bundle),
-    )
+    model = ("--checkpoint", str(checkpoint), "--unit", "model", "--part-budget", str(budget_gib))
+    export = measure("exporter", "export", *model, "--no-validate", "-o", str(bundle))
     build = measure("engines", "build", str(bundle), "--backend", "tensorrt-rtx", "--cache-capacity", "2048")
     parts = json.loads((bundle / "manifest.json").read_text())["parts"]
     engines = sum(path.stat().st_size for path in bundle.rglob("*.engine"))
@@ -164,12 +168,11 @@ def run_in_parts(folder: Path, budget_gib: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.large_checkpoint")
-    parser.add_argument("--layers", type=int, default=32, metavar="N", help="of Llama 3 8B's 32 (default all)")
-    parser.add_argument(
-        "--part-budget", type=float, default=14.0, metavar="GIB", help="for compiling one part (default 14)"
-    )
-    parser.add_argument("--keep", action="store_true", help="leave the checkpoint for the next run")
+    prog, description = "python -m benchmarks.own.large_checkpoint", __doc__.splitlines()[0]
+    add = (parser := argparse.ArgumentParser(prog=prog, description=description)).add_argument
+    add("--layers", type=int, default=32, metavar="N", help="number of Llama 3 8B's layers (default %(default)s)")
+    add("--part-budget", type=float, default=14.0, metavar="GIB", help="memory for one part (default %(default)s)")
+    add("--keep", action="store_true", help="keep the checkpoint for the next run")
     arguments = parser.parse_args()
     config = dataclasses.replace(CATALOGUE["llama3-8b"], n_layers=arguments.layers)
     figures = run(config, FOLDER)

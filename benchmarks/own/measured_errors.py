@@ -1,4 +1,4 @@
-"""Measures what the tolerance ledger stands on: backends against each other over seeds, and each operation by itself.
+"""Measures the errors that the tolerances are derived from: between backends over seeds, and of each operation.
 
 python -m benchmarks.own.measured_errors [--checkpoint DIR]    writes exporter/validation/measured_errors.json
 """
@@ -44,7 +44,7 @@ TINY = ModelConfig(
 
 @dataclass(frozen=True)
 class Case:
-    """One graph to measure; real weights go into a table of their own."""
+    """One graph to measure. Graphs with real weights have a table of their own."""
 
     name: str
     config: ModelConfig
@@ -55,7 +55,7 @@ class Case:
 
 
 def cases(checkpoint: str | None) -> Iterator[Case]:
-    """Everything that is measured: components and block at 8B geometry, a stack of 30, a tiny model, and the real one."""
+    """Yields all cases: parts and a block of 8B geometry, a stack of 30 layers, a tiny and the real model."""
     for kind in ("block", "stack", "model"):
         yield Case(f"tiny {kind}", TINY, kind, RandomWeights(TINY, 0), 10)
     block8b, smollm2 = CATALOGUE["llama3-8b"], CATALOGUE["smollm2-135m"]
@@ -76,9 +76,8 @@ def measure(case: Case, dtype: str, tables: dict) -> None:
         bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
         rounded = reference_weights(bundle)
         for seed in range(case.seeds):
-            comparer = Comparer(
-                bundle, CompareRequest(BACKENDS, seed=seed), lambda line: None, rounded, RunLimits(), Path(scratch)
-            )
+            compared = CompareRequest(BACKENDS, seed=seed)
+            comparer = Comparer(bundle, compared, lambda line: None, rounded, RunLimits(), Path(scratch))
             recordings = {}
             for name in BACKENDS:
                 with comparer.open(name) as stepper:
@@ -108,13 +107,15 @@ def measure_operations(bundle: Bundle, comparer: Comparer, tables: dict) -> None
 
 
 def round_up(value: float) -> float:
-    """Two significant digits: the last ones are noise."""
+    """Rounds up to two significant digits; further digits are noise."""
     return float(f"{value * 1.005:.1e}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.measured_errors")
-    parser.add_argument("--checkpoint", metavar="DIR", help="real weights to measure as well")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.own.measured_errors", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder of real weights to measure too")
     checkpoint = parser.parse_args().checkpoint
     tables: dict = {"outputs": {}, "operations": {}, "real_weights": {}}
     for case in cases(checkpoint):

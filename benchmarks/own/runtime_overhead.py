@@ -1,10 +1,11 @@
-"""Serving on onnxruntime: what a decode step costs beside the graph's own run.
+"""Measures the time that the runtime adds to a decode step on onnxruntime.
 
 python -m benchmarks.own.runtime_overhead         writes benchmarks/records/serving.json
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -46,7 +47,7 @@ def export(unit: str, folder: Path) -> Bundle:
 
 
 def overhead(bundle: Bundle, batch: int, n_steps: int = OVERHEAD_STEPS) -> dict:
-    """µs of a one-token step of `batch` slots: all of `step`, the stepper's own run, and the difference, one by one."""
+    """Returns µs of one-token steps of `batch` slots: the whole `step`, the stepper's run, and their difference."""
     x = np.random.default_rng(0).standard_normal((batch, 1, TINY.hidden_size)).astype(np.float32)
     runs_ns: list[int] = []
     steps_ns: list[int] = []
@@ -59,9 +60,7 @@ def overhead(bundle: Bundle, batch: int, n_steps: int = OVERHEAD_STEPS) -> dict:
             for _ in range(OVERHEAD_CAPACITY):
                 step(inputs)
     if len(runs_ns) != len(steps_ns):
-        raise CheckFailed(
-            f"overhead: {len(steps_ns)} steps took {len(runs_ns)} runs, expected one each; neighbours were not run together"
-        )
+        raise CheckFailed(f"overhead: got {len(runs_ns)} runs in {len(steps_ns)} steps, expected one run in each step")
     warm = slice(OVERHEAD_CAPACITY, None)
     steps_us, runs_us = np.array(steps_ns[warm]) / 1e3, np.array(runs_ns[warm]) / 1e3
     return {
@@ -73,7 +72,7 @@ def overhead(bundle: Bundle, batch: int, n_steps: int = OVERHEAD_STEPS) -> dict:
 
 
 def timed(call: Callable, durations_ns: list[int]) -> Callable:
-    """The same call, which appends how long it took."""
+    """Returns the same call; it appends its time to `durations_ns`."""
 
     def wrapper(*args):
         started = time.perf_counter_ns()
@@ -89,17 +88,16 @@ def spread(values: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures one sequence and eight, prints a table and writes the record."""
+    """Measures one sequence and eight sequences, prints a table and writes the record."""
+    prog = "python -m benchmarks.own.runtime_overhead"
+    argparse.ArgumentParser(prog=prog, description=__doc__.splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         block = export("block", Path(scratch))
         load_average = os.getloadavg()[0]
         costs = {f"batch {batch}": overhead(block, batch) for batch in (1, 8)}
     for name, figures in costs.items():
-        for part, values in (
-            ("overhead", figures["overhead_us"]),
-            ("run", figures["run_us"]),
-            ("step", figures["step_us"]),
-        ):
+        for part in ("overhead", "run", "step"):
+            values = figures[f"{part}_us"]
             print(f"{name:8} {part:9} {values['median']:7.1f} µs  (p10 {values['p10']}, p90 {values['p90']})")
     record = {**stamp(), "machine": machine(), "load_average_before": load_average, "decode_step": costs}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

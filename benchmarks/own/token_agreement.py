@@ -1,4 +1,4 @@
-"""Token-level agreement with transformers on real weights: every dtype and backend, both forms of attention.
+"""Measures agreement with transformers token by token on real weights, for every dtype, backend and attention dtype.
 
 python -m benchmarks.own.token_agreement CHECKPOINT [--tokens N]    writes benchmarks/records/agreement.json
 """
@@ -40,7 +40,11 @@ STEPPERS = {"onnxruntime": OnnxruntimeStepper.from_bundle, "interpreter": Interp
 def transformers_greedy(
     checkpoint: Path, encoded: Sequence[Sequence[int]], n_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """transformers' greedy tokens [prompts, n_tokens] in float32, and the logits [prompts, n_tokens, V] they come from."""
+    """Generates greedily with transformers in float32.
+
+    Returns:
+        Tokens, int64 [prompts, n_tokens], and the logits that chose them, float32 [prompts, n_tokens, V].
+    """
     import torch
     import transformers
 
@@ -58,20 +62,14 @@ def transformers_greedy(
 
 
 def measure(checkpoint: Path, n_tokens: int) -> list[dict]:
-    """Every variant's agreement, one row each."""
+    """Returns one row for each variant and backend: its agreement with transformers."""
     opened, rows = open_checkpoint(checkpoint), []
     unit = Unit.parse("model", opened.config)
     reference: tuple[np.ndarray, np.ndarray] | None = None
     for dtype, attention_dtype, backends in VARIANTS:
         with tempfile.TemporaryDirectory() as scratch:
-            request = ExportRequest(
-                opened.config,
-                unit,
-                opened.weights,
-                dtype,
-                attention_dtype=attention_dtype,
-                tokenizer_files=opened.tokenizer_files,
-            )
+            options = {"attention_dtype": attention_dtype, "tokenizer_files": opened.tokenizer_files}
+            request = ExportRequest(opened.config, unit, opened.weights, dtype, **options)
             bundle = export_bundle(request, Path(scratch) / "bundle", validated=False)
             encoded = [encode(open_tokenizer(bundle), prompt) for prompt in prompts()]
             reference = reference or transformers_greedy(checkpoint, encoded, n_tokens)
@@ -80,39 +78,33 @@ def measure(checkpoint: Path, n_tokens: int) -> list[dict]:
                 stepper = STEPPERS[backend](bundle)
                 agreement = measure_agreement(logits, forced_logits(stepper, encoded, tokens, CAPACITY))
                 stepper.close()
-                rows.append(
-                    {"dtype": dtype, "attention_dtype": attention_dtype, "backend": backend, **asdict(agreement)}
-                )
+                variant = {"dtype": dtype, "attention_dtype": attention_dtype, "backend": backend}
+                rows.append({**variant, **asdict(agreement)})
                 terminal.say(f"{dtype}, attention {attention_dtype}, {backend}: {agreement}")
     return rows
 
 
 def table(rows: Sequence[dict]) -> Table:
-    shown = Table(
-        "dtype",
-        "attention",
-        "backend",
-        "top-1",
-        "greedy tokens",
-        "shortest",
-        "KL, mean",
-        "KL, largest",
-        title_justify="left",
+    columns = ("dtype", "attention", "backend", "top-1", "greedy tokens", "shortest", "KL, mean", "KL, largest")
+    shown = Table(*columns, title_justify="left")
+    shown.title = (
+        f"agreement with transformers in float32, {rows[0]['n_prompts']} prompts, {rows[0]['n_tokens']} tokens each"
     )
-    shown.title = f"against transformers in float32, {rows[0]['n_prompts']} prompts, {rows[0]['n_tokens']} tokens each"
     for row in rows:
         agreement = Agreement(**{name: row[name] for name in Agreement.__dataclass_fields__})
-        shown.add_row(
-            row["dtype"], row["attention_dtype"], row["backend"], f"{agreement.top1:.1%}", f"{agreement.greedy_length:.1f}",
-            str(agreement.shortest_greedy_length), f"{agreement.kl:.1e}", f"{agreement.largest_kl:.1e}",
-        )  # fmt: skip
+        lengths = f"{agreement.greedy_length:.1f}", str(agreement.shortest_greedy_length)
+        figures = (f"{agreement.top1:.1%}", *lengths, f"{agreement.kl:.1e}", f"{agreement.largest_kl:.1e}")
+        shown.add_row(row["dtype"], row["attention_dtype"], row["backend"], *figures)
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.own.token_agreement")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    parser.add_argument("--tokens", type=int, default=48, metavar="N", help="after each prompt (default 48)")
+    prog, description = "python -m benchmarks.own.token_agreement", __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of the small real model")
+    parser.add_argument(
+        "--tokens", type=int, default=48, metavar="N", help="tokens after each prompt (default %(default)s)"
+    )
     arguments = parser.parse_args()
     rows = measure(arguments.checkpoint, arguments.tokens)
     terminal.stderr.print(table(rows))

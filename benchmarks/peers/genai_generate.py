@@ -1,6 +1,8 @@
 """Generates greedy tokens with onnxruntime-genai.
 
-genai_generate.py BUNDLE N      reads prompts (lists of token ids) as JSON from stdin, writes N tokens of each to stdout
+genai_generate.py BUNDLE N
+
+It reads prompts (lists of token ids) as JSON from stdin and writes N tokens of each as JSON to stdout.
 """
 
 import json

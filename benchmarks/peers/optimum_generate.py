@@ -1,6 +1,8 @@
 """Generates greedy tokens with optimum.
 
-optimum_generate.py BUNDLE CHECKPOINT N     reads prompts (lists of token ids) as JSON from stdin, writes N tokens of each
+optimum_generate.py BUNDLE CHECKPOINT N
+
+It reads prompts (lists of token ids) as JSON from stdin and writes N tokens of each as JSON to stdout.
 
 All prompts are one left-padded batch. A bundle has no config.json, so the checkpoint's is used.
 """

@@ -1,6 +1,6 @@
-"""A checkpoint as llama.cpp reads it: a GGUF file of the llama architecture, in float32, half, or quantized by llama.cpp itself.
+"""Writes a checkpoint as a GGUF file for llama.cpp: in float32 or float16, or quantized by llama.cpp itself.
 
-GGUF wants the rows of Q and K in Meta's order, adjacent pairs, which is the order our weight sources give them in.
+GGUF stores the rows of Q and K in Meta's order (adjacent pairs). Our weight sources give them in that order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,30 @@ from exporter.spec.unit import Unit
 
 TYPES = {"F32": gguf.GGMLQuantizationType.F32, "F16": gguf.GGMLQuantizationType.F16}
 BLOCK_NAMES = {
-    "attention_norm": "attn_norm", "ffn_norm": "ffn_norm", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v", "attention.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 MODEL_NAMES = {"embedding": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def make(checkpoint: Path, file: Path, kind: str) -> dict:
-    """Writes `file` in one of TYPES, or by llama.cpp's quantizer in any type that it knows; returns seconds and peak memory.
+    """Writes `file`; returns the seconds that it took and, where llama.cpp quantized it, the peak memory.
+
+    Args:
+        checkpoint: a checkpoint folder.
+        file: path of the GGUF file.
+        kind: a name in `TYPES`, or any type that llama.cpp's quantizer knows.
 
     Raises:
-        PeerMissing, RuntimeError: llama.cpp is missing, or refuses to quantize.
+        PeerMissing: llama.cpp is missing.
+        RuntimeError: llama.cpp refused to quantize.
     """
     if kind in TYPES:
         started = time.perf_counter()
@@ -38,19 +50,20 @@ def make(checkpoint: Path, file: Path, kind: str) -> dict:
         return {"seconds": round(time.perf_counter() - started, 2)}
     whole = file.with_suffix(".f32")
     convert(checkpoint, whole, "F32")
-    figures = measure_command(
-        [str(prepare("llama_cpp")), str(SCRIPTS / "llama_cpp_quantize.py"), str(whole), str(file), kind]
-    )
+    script = str(SCRIPTS / "llama_cpp_quantize.py")
+    figures = measure_command([str(prepare("llama_cpp")), script, str(whole), str(file), kind])
     whole.unlink()
     return figures
 
 
 def convert(checkpoint: Path, file: Path, kind: str) -> None:
-    """Writes a checkpoint's weights and geometry; norms stay float32. There is no tokenizer in it: it is given token ids."""
+    """Writes a checkpoint's weights and geometry; norms stay float32. It writes no tokenizer."""
     opened = open_checkpoint(checkpoint)
     config = opened.config
     if config.rope_scaling is not None:
-        raise RuntimeError(f"{checkpoint}: its RoPE frequencies are scaled, which this converter does not write")
+        raise RuntimeError(
+            f"{checkpoint}: got scaled RoPE frequencies, expected plain ones; this converter writes no scaling"
+        )
     writer = gguf.GGUFWriter(file, "llama")
     add_geometry(writer, config)
     writer.add_tokenizer_model("no_vocab")
@@ -61,7 +74,7 @@ def convert(checkpoint: Path, file: Path, kind: str) -> None:
 
 
 def add_geometry(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
-    """The model's sizes, and what its norms and rotation compute with."""
+    """Adds the sizes of the model and the constants of its norms and its rotation."""
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
@@ -77,7 +90,7 @@ def add_geometry(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
-    """Writes all that was added, and closes the file."""
+    """Writes everything that was added and closes the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,7 +98,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """GGUF's name of a weight, from the contract's."""
+    """Returns GGUF's name for a weight that has this name in the contract."""
     stem = name.removesuffix(".weight")
     if stem in MODEL_NAMES:
         return f"{MODEL_NAMES[stem]}.weight"

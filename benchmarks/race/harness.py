@@ -1,6 +1,7 @@
-"""Contenders in processes of their own: opened, judged by their outputs, then timed in turn, a few steps at a time.
+"""Runs contenders in processes of their own, judges their outputs and times them in turn, a few steps each.
 
-They stay alive and are told what to do over a pipe. So the machine's slow phases hit all alike, and none runs while another does.
+All processes stay alive and take requests over a pipe. Only one works at a time, and a slow phase of the machine
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -20,24 +21,22 @@ from benchmarks.race.lineup import FLOORS, Entry
 from benchmarks.race.models import last_line
 from engines.comparison.agreement import measure_agreement
 
-SLOW_TURN_MS, SLOW_LANE_MS = (
-    2_000,
-    20_000,
-)  # a lane whose turn takes longer gets one timed step a turn; one that took longer in all,
-ENOUGH_SAMPLES = 5  # and has this many samples, is done
-WARM_STEPS = 1  # before the timed ones of every turn: the caches are full of another contender's weights
+SLOW_TURN_MS = 2_000  # a lane whose turn takes longer gets one timed step a turn
+SLOW_LANE_MS = 20_000  # a lane that took longer in total is done as soon as it has ENOUGH_SAMPLES
+ENOUGH_SAMPLES = 5
+WARM_STEPS = 1  # steps before the timed ones of a turn: the processor's caches hold another contender's weights
 
 
 class ContenderFailed(RuntimeError):
-    """A contender refused a request or died; the message has its last words."""
+    """A contender refused a request or its process ended; the message has the last line of its error."""
 
 
 class Process:
-    """One contender at work.
+    """The process of one contender.
 
     Attributes:
-        entry: who it is.
-        opened: what it said of itself: version, seconds to import and open, whether its cache can be filled, its largest batch.
+        entry: the contender.
+        opened: its first answer: version, seconds to import and open, whether its cache can be filled, largest batch.
     """
 
     def __init__(self, entry: Entry, model: Path, threads: int, log: Path) -> None:
@@ -46,15 +45,9 @@ class Process:
         options = json.dumps({"model": str(model.absolute()), "threads": threads, **entry.options})
         command = [str(python), "-m", "benchmarks.contenders.worker", entry.module, options]
         with open(log, "w", encoding="utf-8") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-            )
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+            self._process = subprocess.Popen(command, **pipes, text=True, cwd=ROOT, env=environment)
         try:
             self.opened = self._answer()
         except ContenderFailed:
@@ -65,21 +58,20 @@ class Process:
         """Sends one request and waits for its answer.
 
         Raises:
-            ContenderFailed: it could not do it.
+            ContenderFailed: the contender refused the request or its process ended.
         """
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}, default=str) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # its last words follow
+            pass  # the answer is the error that ended it
         return self._answer()
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
-            raise ContenderFailed(
-                f"its process ended with {self._process.wait()}: {last_line(self._log.read_text(encoding='utf-8'))}"
-            )
+            last = last_line(self._log.read_text(encoding="utf-8"))
+            raise ContenderFailed(f"its process ended with {self._process.wait()}: {last}")
         answer = json.loads(line)
         if "error" in answer:
             raise ContenderFailed(last_line(answer["error"]))
@@ -97,12 +89,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A contender's outputs held against the reference's.
+    """The result of comparing a contender's outputs with the reference's.
 
     Attributes:
-        top1, kl: as in `engines.comparison.agreement.Agreement`.
+        top1: share of positions with the same most likely token.
+        kl: mean KL divergence in nats.
         error: largest error of a logit, in root mean squares of the reference's.
-        complaint: what of it its floor does not allow; empty where all is well.
+        complaint: the figures that its floor does not allow; empty where all are allowed.
     """
 
     top1: float
@@ -112,14 +105,16 @@ class Verdict:
 
 
 def judge(entry: Entry, reference: np.ndarray, candidate: np.ndarray) -> Verdict:
-    """Holds logits [positions, V] against the floor of the entry's weights."""
+    """Compares a contender's logits with the reference's and with the floor for the entry's weights.
+
+    Args:
+        entry: the contender.
+        reference: float32 [positions, V].
+        candidate: float32 [positions, V].
+    """
     if reference.shape != candidate.shape or not np.isfinite(candidate).all():
-        return Verdict(
-            0.0,
-            float("inf"),
-            float("inf"),
-            f"outputs: got {candidate.shape} with inf or NaN, expected {reference.shape} and finite",
-        )
+        complaint = f"outputs: got {candidate.shape} with inf or NaN, expected {reference.shape} and finite"
+        return Verdict(0.0, float("inf"), float("inf"), complaint)
     floor = FLOORS[entry.weights]
     agreement = measure_agreement(reference[None], candidate[None])
     error = float(np.abs(candidate - reference).max() / np.sqrt(np.mean(reference.astype(np.float64) ** 2)))
@@ -137,7 +132,7 @@ def judge(entry: Entry, reference: np.ndarray, candidate: np.ndarray) -> Verdict
 
 @dataclass(frozen=True)
 class Lane:
-    """One series of samples in a race: a label, and what a turn asks of which process."""
+    """One series of samples in a race: a label, a process, and the request that a turn sends to it."""
 
     label: str
     process: Process
@@ -146,13 +141,13 @@ class Lane:
 
 
 def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[str], None]) -> dict[str, dict]:
-    """Lets every lane take a turn in each round, beginning with another one each time. Slow lanes end up with fewer samples.
+    """Times every lane once in each round; each round begins with another lane. Slow lanes get fewer samples.
 
     Args:
-        lanes: those that take part; one that fails is left out from then on.
-        rounds: turns of each.
-        steps: timed steps in a turn, after WARM_STEPS that are reported apart; None where a turn is one sample.
-        say: is told which lane fails.
+        lanes: the lanes; one that fails is left out of the later rounds.
+        rounds: number of turns of each lane.
+        steps: timed steps in a turn, after WARM_STEPS that are reported separately; None where a turn is one sample.
+        say: called with a line for each lane that fails.
 
     Returns:
         label → `spread` of its samples, or {"not_timed": reason}.
@@ -173,7 +168,7 @@ def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[s
                 failed[lane.label] = {"not_timed": str(reason)}
                 say(f"{lane.label}: {reason}")
                 continue
-            n_warm = WARM_STEPS if steps is not None else int(number == 0)  # a first prefill is the warm-up of its lane
+            n_warm = WARM_STEPS if steps is not None else int(number == 0)  # a lane's first prefill is its warm-up
             warm[lane.label] += times[:n_warm]
             samples[lane.label] += times[n_warm:]
     return {
@@ -183,6 +178,6 @@ def race(lanes: Sequence[Lane], rounds: int, steps: int | None, say: Callable[[s
 
 
 def spread(milliseconds: Sequence[float]) -> dict[str, float]:
-    """Median, p10 and p90 of samples, and how many there are."""
+    """Returns the median, p10 and p90 of samples, and their number."""
     p10, median, p90 = (round(float(value), 4) for value in np.percentile(milliseconds, (10, 50, 90)))
     return {"p10_ms": p10, "median_ms": median, "p90_ms": p90, "n": len(milliseconds)}

@@ -1,6 +1,7 @@
-"""The files that contenders read, all made from one checkpoint: a bundle, a peer's own export, a GGUF file, an engine.
+"""Makes the files that contenders read from one checkpoint: a bundle, a peer's own export, a GGUF file, an engine.
 
-Peers' files are kept under build/bench and made again when the checkpoint, the peer's version or its call changes; ours are made anew in every run.
+Peers' files stay in build/bench; they are made again when the checkpoint, the peer's version or its call changes.
+Our own files are made again in every run.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Models:
 
     Attributes:
         checkpoint: a Hugging Face folder.
-        folder: where the forms are put.
-        made: form → what making it took, `seconds` and `peak_memory_bytes`, where it was made in this run.
-        missing: form → why it could not be made.
+        folder: folder for the forms.
+        made: form → `seconds` and `peak_memory_bytes` of making it, for the forms made in this run.
+        missing: form → reason why it could not be made.
     """
 
     checkpoint: Path
@@ -42,10 +43,10 @@ class Models:
     _paths: dict[str, Path] = field(default_factory=dict)
 
     def path(self, form: str) -> Path:
-        """The file or folder of a form, made on first use.
+        """Returns the file or folder of a form; makes it on first use.
 
         Raises:
-            PeerMissing: the peer that makes it is missing or refuses; it is not tried twice.
+            PeerMissing: the peer that makes it is missing or failed; a second call does not try again.
         """
         if form in self.missing:
             raise PeerMissing(self.missing[form])
@@ -73,26 +74,24 @@ class Models:
         return file
 
     def _identity(self, name: str) -> str:
-        """What a peer's form depends on: its packages, how it is called, and the checkpoint's files."""
+        """Returns a hash of what a peer's form depends on: its packages, its call, the checkpoint's files."""
         files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.checkpoint.iterdir())
         peer = {"genai": "genai_builder", "gguf": "llama_cpp"}.get(name, name)
         recipes = [Path(module.__file__).read_text(encoding="utf-8") for module in (exporters, gguf_file)]
-        return hashlib.sha256(
-            json.dumps([PACKAGES.get(peer), BUILD_SETTINGS.get(peer), recipes, files]).encode()
-        ).hexdigest()
+        parts = [PACKAGES.get(peer), BUILD_SETTINGS.get(peer), recipes, files]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def _bundle(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
-    """For the whole of the model's context: the capacities of the sweep go beyond what is exported by default."""
+    """Exports with the model's whole context: the largest cache capacities need more positions than the default."""
     context = json.loads((models.checkpoint / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     return exporters.ours(models.checkpoint, file, "--max-positions", str(context), *arguments)
 
 
 def _engine(models: Models, file: Path, arguments: tuple[str, ...]) -> dict:
     _bundle(models, file, arguments)
-    return measure(
-        "engines", "build", str(file), "--backend", "tensorrt", "--max-seq-len", "1024", "--cache-capacity", "2048"
-    )
+    limits = ("--max-seq-len", "1024", "--cache-capacity", "2048")
+    return measure("engines", "build", str(file), "--backend", "tensorrt", *limits)
 
 
 MAKERS: dict[str, Maker] = {
@@ -106,12 +105,18 @@ OURS = ("bundle", "engine")
 
 
 def last_line(text: str) -> str:
-    """What a long complaint ends with."""
+    """Returns the last line of a text that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason given")
 
 
 def random_checkpoint(folder: Path, config: ModelConfig, tokenizer: Path | None = None) -> Path:
-    """A float32 Hugging Face folder of random weights, kept for the next run; with another model's tokenizer where peers want one."""
+    """Writes a float32 Hugging Face folder of random weights; keeps the one of an earlier run with the same config.
+
+    Args:
+        folder: the folder.
+        config: geometry of the model.
+        tokenizer: checkpoint folder whose tokenizer is copied, because some peers need one; None copies none.
+    """
     wanted = json.dumps(config.to_dict())
     stamp = folder / "made-from.json"
     if not stamp.is_file() or stamp.read_text() != wanted:

@@ -1,4 +1,4 @@
-"""One run of the benchmark: every workload with every contender, and the record of it."""
+"""Runs the workloads of the benchmark with every contender and returns their records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.machine.machine_limits import Limits, against_the_limit
+from benchmarks.machine.machine_limits import Limits, compare_with_limits
 from benchmarks.machine.step_profile import component_times
 from benchmarks.peers.environments import PeerMissing
 from benchmarks.race.harness import WARM_STEPS, ContenderFailed, Lane, Process, judge, race
@@ -27,23 +27,21 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
 from exporter.spec.catalogue import ModelConfig
 
-CAN_FILL_REASON = (
-    f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens would have to be computed"
-)
+CAN_FILL_REASON = f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens must be computed"
 SAMPLE_SEED = 0
 
 
 @dataclass
 class Run:
-    """What all workloads share.
+    """Settings that all workloads share.
 
     Attributes:
-        lineup: those who take part.
-        threads: processor cores, each contender's own threads as well.
-        real: checkpoint of the real model; None where no workload asks for it.
-        folder: for models, logs and scratch files.
-        limits: the machine's.
-        say: takes lines for the person who waits.
+        lineup: the contenders.
+        threads: number of processor cores, and of threads of each contender.
+        real: checkpoint of the real model; None where no workload needs it.
+        folder: folder for models, logs and scratch files.
+        limits: the limits of the machine.
+        say: called with progress lines.
     """
 
     lineup: Sequence[Entry]
@@ -60,14 +58,12 @@ class Run:
         self.scratch.mkdir(parents=True)
 
     def workload(self, workload: Workload) -> dict:
-        """Everything about one workload, as the record holds it."""
+        """Runs one workload with every contender; returns its part of the record."""
         started = time.perf_counter()
         name = workload.name.replace(" ", "-").lower()
-        checkpoint = (
-            self.real
-            if workload.config is None
-            else random_checkpoint(self.folder / "checkpoints" / name, workload.config, self._tokenizer)
-        )
+        checkpoint = self.real
+        if workload.config is not None:
+            checkpoint = random_checkpoint(self.folder / "checkpoints" / name, workload.config, self._tokenizer)
         models = Models(checkpoint, self.folder / "models" / name)
         with contextlib.ExitStack() as stack:
             course = Course(self, workload, models, stack)
@@ -91,7 +87,7 @@ class Run:
         return self.real if self.real and (self.real / "tokenizer.json").is_file() else None
 
     def _roofline(self, workload: Workload, models: Models, record: dict) -> list[dict]:
-        """Our step of every decode case against the machine's limits, whole and by component."""
+        """Compares our step of every decode case with the machine's limits, whole and by component."""
         bundle = Bundle.open(models.path("bundle"))
         rows = []
         for case, timed in zip(workload.decodes, record["decode"], strict=True):
@@ -99,9 +95,8 @@ class Run:
             if "median_ms" not in ours:
                 continue
             components = component_times(bundle, case.batch, case.past_len, case.capacity, self.threads)
-            limit = against_the_limit(
-                bundle.manifest.config, bundle.manifest.unit, case.batch, 1, case.past_len, self.limits, components
-            )
+            config, unit = bundle.manifest.config, bundle.manifest.unit
+            limit = compare_with_limits(config, unit, case.batch, 1, case.past_len, self.limits, components)
             rows.append({"case": case.name, "step_ms": ours["median_ms"], **limit})
         return rows
 
@@ -111,8 +106,8 @@ class Course:
     """The contenders of one workload.
 
     Attributes:
-        contenders: name → what became of it: "ran", "missing", "failed" or "disagrees", why, and what it said of itself.
-        live: name → those still in.
+        contenders: name → status ("ran", "missing", "failed" or "disagrees"), reason, and its first answer.
+        live: name → process of each contender that still takes part.
     """
 
     run: Run
@@ -127,7 +122,11 @@ class Course:
         return open_checkpoint(self.models.checkpoint).config
 
     def open(self) -> None:
-        """Makes every contender's files and opens it; who cannot be opened is named with the reason."""
+        """Makes every contender's files and opens it; records the reason where that fails.
+
+        Raises:
+            ContenderFailed: the reference or our own contender cannot be opened.
+        """
         for entry in self.run.lineup:
             if (entry.gpu and not visible_gpus()) or (entry.weights != "fp32" and not self.workload.rounded):
                 continue
@@ -143,7 +142,7 @@ class Course:
             self.contenders[entry.name] = {"status": "ran", "weights": entry.weights, **process.opened}
         if not {REFERENCE, OURS} <= set(self.live):
             raise ContenderFailed(
-                f"{self.workload.name}: neither the reference nor ours may be missing: {self.contenders}"
+                f"{self.workload.name}: got {self.contenders}, expected the reference and ours to run"
             )
 
     def _out(self, name: str, status: str, reason: str) -> None:
@@ -153,7 +152,7 @@ class Course:
         self.run.say(f"{self.workload.name}: {name} {status}: {reason}")
 
     def compare(self) -> None:
-        """Holds everyone's logits, given the reference's greedy tokens, against the reference's; who disagrees is out."""
+        """Compares everyone's logits for the reference's greedy tokens; a contender that disagrees is dropped."""
         prompts, count = self._prompts(), self.workload.tokens
         path = self.run.scratch / "agreement.npz"
         self.live[REFERENCE].ask("decode", prompts=prompts, count=count, to=path)
@@ -166,11 +165,8 @@ class Course:
                 self._out(name, "failed", str(reason))
                 continue
             with np.load(path) as saved:
-                verdict = judge(
-                    process.entry,
-                    reference.reshape(-1, reference.shape[-1]),
-                    saved["logits"].reshape(-1, reference.shape[-1]),
-                )
+                logits = saved["logits"].reshape(-1, reference.shape[-1])
+            verdict = judge(process.entry, reference.reshape(-1, reference.shape[-1]), logits)
             self.contenders[name] |= {"agreement": asdict(verdict)}
             if verdict.complaint:
                 self._out(name, "disagrees", verdict.complaint)
@@ -179,17 +175,17 @@ class Course:
         if self.workload.config is None:
             tokenizer = Tokenizer.from_file(str(self.models.checkpoint / "tokenizer.json"))
             return [tokenizer.encode(prompt).ids for prompt in real_prompts()[: self.workload.prompts]]
-        return (
-            np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (self.workload.prompts, 12)).tolist()
-        )
+        generator = np.random.default_rng(SAMPLE_SEED)
+        return generator.integers(0, self.config.vocab_size, (self.workload.prompts, 12)).tolist()
 
-    # --- timing --------------------------------------------------------------------------------------------------------
+    # --- timing --------------------------------------------------------------------------------------------------
 
     def decode(self, case: Decode) -> dict:
-        """Everyone who can be brought to this case, its first step compared, then raced."""
+        """Compares the first step of every contender that can run this case, then times their steps."""
         self.run.say(f"{self.workload.name}: {case.name}")
         results: dict[str, dict] = {}
-        self._say_who(started := self._start_all(case, results))
+        started = self._start_all(case, results)
+        self.run.say(f"  in turn: {', '.join(started)}")
         for process in started.values():
             process.ask("memory", forget_peak=True)
         lanes = [Lane(name, process, "steps", {"key": case.name}) for name, process in started.items()]
@@ -205,11 +201,8 @@ class Course:
         }
         return {"case": asdict(case), "name": case.name, "sizes": sizes, "results": results}
 
-    def _say_who(self, started: dict[str, Process]) -> None:
-        self.run.say(f"  in turn: {', '.join(started)}")
-
     def _start_all(self, case: Decode, results: dict[str, dict]) -> dict[str, Process]:
-        """Brings contenders to the case's past length; those whose next logits are wrong, or that cannot, get their reason."""
+        """Brings contenders to the case's past length. The reason for each failure goes into `results`."""
         tokens, past = self._tokens(case), self._past(case)
         started: dict[str, Process] = {}
         reference: np.ndarray | None = None
@@ -217,38 +210,34 @@ class Course:
             to = self.run.scratch / "first-step.npy"
             limit = process.opened["largest_batch"]
             if limit is not None and case.batch > limit:
-                results[name] = {"not_timed": f"it decodes at most {limit} sequences with tokens that are given to it"}
+                results[name] = {"not_timed": f"it decodes given tokens for at most {limit} sequences"}
                 continue
             if not process.opened["can_fill"] and case.past_len * case.batch > COMPUTED_PAST:
                 results[name] = {"not_timed": CAN_FILL_REASON}
                 continue
             try:
-                process.ask(
-                    "start",
-                    key=case.name,
-                    capacity=case.capacity,
-                    tokens=tokens,
-                    past_len=case.past_len,
-                    to=to,
-                    past=past,
-                )
+                self._start(process, case, case.name, tokens, past, to)
             except ContenderFailed as reason:
                 results[name] = {"not_timed": str(reason)}
                 continue
             logits = np.load(to)
-            reference = logits if reference is None else reference  # the reference stands first in the line-up
+            reference = logits if reference is None else reference  # the reference is the first in the lineup
             verdict = judge(process.entry, reference, logits)
-            if (
-                verdict.complaint and process.entry.weights == "fp32"
-            ):  # a few positions say nothing of floors of agreement
+            if verdict.complaint and process.entry.weights == "fp32":  # floors need more positions
                 results[name] = {"not_timed": f"disagrees: {verdict.complaint}"}
                 process.ask("drop", key=case.name)
                 continue
             started[name] = process
         return started
 
+    @staticmethod
+    def _start(process: Process, case: Decode, key: str, tokens: Path, past: Path | None, to: Path) -> None:
+        """Starts the sequences of a case under `key` and saves the logits of their next token to `to`."""
+        lengths = {"capacity": case.capacity, "past_len": case.past_len}
+        process.ask("start", key=key, tokens=tokens, to=to, past=past, **lengths)
+
     def _tokens(self, case: Decode) -> Path:
-        """One past for all sequences, then tokens of their own for every step of the race: int64 [B, N]."""
+        """Saves int64 [B, N]: the same past for all sequences, then each sequence's own tokens for the timed steps."""
         n_steps = 2 + self.workload.rounds * (self.workload.steps + WARM_STEPS)
         generator = np.random.default_rng(SAMPLE_SEED)
         shared = generator.integers(0, self.config.vocab_size, case.past_len)
@@ -258,7 +247,7 @@ class Course:
         return path
 
     def _past(self, case: Decode) -> Path | None:
-        """Keys and values of the longest shared past, made once by the eager definition; None where pasts are computed."""
+        """Returns the eager keys and values of the longest past, as a file; None where pasts are computed."""
         if not self.workload.filled or "eager" not in self.live:
             return None
         path = self.run.scratch / f"past-{self.workload.name}.npz".replace(" ", "-")
@@ -270,38 +259,25 @@ class Course:
         return path
 
     def prefill(self, length: int) -> dict:
-        """Whole prompts into empty sequences."""
+        """Times whole prompts in empty sequences."""
         self.run.say(f"{self.workload.name}: prefill {length:,}")
         tokens = self.run.scratch / "prompt.npy"
         np.save(tokens, np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (1, length)))
-        lanes = [
-            Lane(name, process, "prefill", {"capacity": length + 1, "tokens": tokens})
-            for name, process in self.live.items()
-        ]
-        return {
-            "name": f"prefill {length:,}",
-            "length": length,
-            "results": race(lanes, self.workload.prefill_rounds, None, self.run.say),
-        }
+        arguments = {"capacity": length + 1, "tokens": tokens}
+        lanes = [Lane(name, process, "prefill", arguments) for name, process in self.live.items()]
+        results = race(lanes, self.workload.prefill_rounds, None, self.run.say)
+        return {"name": f"prefill {length:,}", "length": length, "results": results}
 
     def capacities(self) -> list[dict]:
-        """Our step at one length over caches of several capacities, in one process."""
+        """Times our step at one past length with caches of several capacities, in one process."""
         if not self.workload.capacities:
             return []
-        self.run.say(f"{self.workload.name}: our capacities")
+        self.run.say(f"{self.workload.name}: our step at several cache capacities")
         process, lanes = self.live[OURS], []
         for capacity in self.workload.capacities:
             case = Decode(self.workload.sweep_len, 1, capacity)
             key, to = f"C={capacity:,}", self.run.scratch / "first-step.npy"
-            process.ask(
-                "start",
-                key=key,
-                capacity=capacity,
-                tokens=self._tokens(case),
-                past_len=case.past_len,
-                to=to,
-                past=self._past(case),
-            )
+            self._start(process, case, key, self._tokens(case), self._past(case), to)
             lanes.append(Lane(key, process, "steps", {"key": key}))
         results = race(lanes, self.workload.rounds, self.workload.steps, self.run.say)
         for lane in lanes:
@@ -309,22 +285,12 @@ class Course:
         return [{"capacity": capacity, **results[f"C={capacity:,}"]} for capacity in self.workload.capacities]
 
     def bare_products(self, case: Decode) -> dict:
-        """Our step in turn with its matrix products alone, in one process."""
+        """Times our step and its matrix products alone, in turn, in one process."""
         self.run.say(f"{self.workload.name}: our step and its bare matrix products")
         process, to = self.live[OURS], self.run.scratch / "first-step.npy"
-        process.ask(
-            "start",
-            key="bare",
-            capacity=case.capacity,
-            tokens=self._tokens(case),
-            past_len=case.past_len,
-            to=to,
-            past=self._past(case),
-        )
-        lanes = [
-            Lane("step", process, "steps", {"key": "bare"}),
-            Lane("products", process, "bare_steps", {"key": "bare"}),
-        ]
+        self._start(process, case, "bare", self._tokens(case), self._past(case), to)
+        arguments = {"key": "bare"}
+        lanes = [Lane("step", process, "steps", arguments), Lane("products", process, "bare_steps", arguments)]
         results = race(lanes, self.workload.rounds, self.workload.steps, self.run.say)
         process.ask("drop", key="bare")
         return {"case": case.name, **results}

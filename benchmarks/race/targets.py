@@ -1,4 +1,4 @@
-"""What we want to reach: ratios of figures of a run. Nothing fails where one is missed; the report shows it with what was measured."""
+"""Targets: ratios of a run's figures that we want to reach. A missed target fails nothing; the report shows it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from benchmarks.race.lineup import LINEUP, OURS, REFERENCE
 from benchmarks.race.workloads import BLOCK, REAL
 
-DECODE, PREFILL, BLOCK_1000 = f"{REAL} / decode P=1,000 B=1", f"{REAL} / prefill 1,000", f"{BLOCK} / decode P=1,000 B=1"
+DECODE, PREFILL = f"{REAL} / decode P=1,000 B=1", f"{REAL} / prefill 1,000"
+BLOCK_1000 = f"{BLOCK} / decode P=1,000 B=1"
 PEERS = (REFERENCE, "optimum", "genai", "llama.cpp")
 INT8, INT4, PEER_INT4 = "ours int8", "ours int4", "llama.cpp Q4_1"
 WHOLE, SECOND, ROOM = "all tokens", "a second", "weights and cache × 1.3 + 200 MB"
@@ -16,7 +17,7 @@ WHOLE, SECOND, ROOM = "all tokens", "a second", "weights and cache × 1.3 + 200 
 
 @dataclass(frozen=True)
 class Target:
-    """`numerator` over `denominator`, both named as `figures` names them, is wanted to be at most `wanted`."""
+    """A wanted ratio: `numerator` / `denominator` is at most `wanted`. Both are names that `figures` returns."""
 
     name: str
     numerator: str
@@ -25,7 +26,7 @@ class Target:
 
 
 def _faster(what: str, case: str, wanted: dict[str, float], contender: str = OURS) -> tuple[Target, ...]:
-    """We want to be so many times as fast as each of these."""
+    """Returns targets: `contender` is so many times as fast as each peer in `wanted` (peer → times)."""
     return tuple(
         Target(
             f"{what}: {contender} against {peer}, {times} × as fast",
@@ -43,7 +44,7 @@ TARGETS = (
     *_faster("SmolLM2, a prompt of 1,000", PREFILL, {"llama.cpp": 1.5, "genai": 1.1}),
     *_faster("SmolLM2, a token at 1,000", DECODE, {OURS: 1.8}, INT8),
     *_faster("SmolLM2, a token at 1,000", DECODE, {OURS: 2.3, PEER_INT4: 1.1}, INT4),
-    Target("SmolLM2: tokens that int8 chooses otherwise, 2 % at most", f"{REAL} / {INT8} / differing", WHOLE, 0.02),
+    Target("SmolLM2: tokens that differ with int8, at most 2 %", f"{REAL} / {INT8} / differing", WHOLE, 0.02),
     Target(
         "8B block: a step against its bare matrix products", f"{BLOCK} / bare step", f"{BLOCK} / bare products", 1.1
     ),
@@ -59,7 +60,7 @@ TARGETS = (
 
 
 def figures(record: Mapping) -> dict[str, float]:
-    """Every figure of a record that a target may name, flat."""
+    """Returns every figure of a record that a target can name: name → value."""
     return {WHOLE: 1.0, SECOND: 1.0, **dict(_figures(record))}
 
 
@@ -88,7 +89,7 @@ def _figures(record: Mapping) -> Iterator[tuple[str, float]]:
 
 
 def measured_targets(record: Mapping) -> list[dict]:
-    """Every target with the ratio measured, None where one of its figures is missing, and whether it is met."""
+    """Returns every target with its measured ratio and whether it is met; None where one of its figures is missing."""
     known = figures(record)
     rows = []
     for target in TARGETS:

@@ -1,4 +1,4 @@
-"""What is run: which models, and at which lengths, batches and capacities."""
+"""Workloads of the benchmark: models, and lengths, batches and capacities at which they run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exporter.spec.catalogue import CATALOGUE, ModelConfig
 
 @dataclass(frozen=True)
 class Decode:
-    """Steps of one token a sequence, from `past_len` cached tokens on."""
+    """A decode case: steps of one token for each sequence, beginning after `past_len` cached tokens."""
 
     past_len: int
     batch: int
@@ -23,19 +23,22 @@ class Decode:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what contenders do with it.
+    """A model and the cases that contenders run on it.
 
     Attributes:
-        name: in reports.
-        config: geometry of random weights; None is the real model.
-        decodes: cases of decoding.
+        name: name in reports.
+        config: geometry of a model with random weights; None is the real model.
+        decodes: decode cases.
         prefills: prompt lengths.
-        rounds, steps: turns of each contender in a decode case, and timed steps in a turn.
+        rounds: turns of each contender in a decode case.
+        steps: timed steps in a turn.
         prefill_rounds: turns in a prefill case, one prefill each; the first is a warm-up.
-        capacities: cache capacities of our own sweep, at `sweep_len` cached tokens.
-        filled: cached keys and values are put in from outside where a contender allows that.
-        rounded: contenders with rounded weights take part.
-        prompts, tokens: positions on which outputs are compared: prompts, and tokens after each.
+        capacities: cache capacities at which our own step is timed, with `sweep_len` cached tokens.
+        sweep_len: see `capacities`.
+        filled: whether cached keys and values are put in from outside where a contender allows that.
+        rounded: whether contenders with rounded weights take part.
+        prompts: number of prompts for which outputs are compared.
+        tokens: number of tokens after each of these prompts.
     """
 
     name: str
@@ -55,15 +58,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a run.
+    """Everything that one run of the benchmark does.
 
     Attributes:
-        workloads: in turn; the contenders of one are closed before the next's are opened.
-        bandwidth_bytes: of the array that is read to find the machine's bandwidth, far larger than its caches.
-        depths: layers of the models whose export is measured.
+        workloads: the workloads, one after the other; contenders are closed after each.
+        bandwidth_bytes: size of the array that is read to find the machine's bandwidth, far larger than its caches.
+        depths: numbers of layers of the models whose export is measured.
         depth_config: geometry of those models.
-        record: file under benchmarks/records or build that the run writes.
-        figures: folder of the plots.
+        record: file that the run writes.
+        figures: folder for the plots.
     """
 
     workloads: tuple[Workload, ...]
@@ -74,7 +77,7 @@ class Plan:
     figures: str
 
 
-# A block by itself is no model, and most contenders run models: so it gets an embedding and a head of 256 rows, 0.9 % of its weights.
+# Most contenders run models only. So the block gets an embedding and a head of 256 rows, 0.9 % of its weights.
 BLOCK_8B = dataclasses.replace(CATALOGUE["llama3-8b"], n_layers=1, vocab_size=256, context_length=32_768)
 TINY = ModelConfig(
     hidden_size=64,
@@ -95,11 +98,7 @@ FULL = Plan(
         Workload(
             BLOCK,
             BLOCK_8B,
-            tuple(
-                Decode(past_len, batch, 8192 if past_len > 1000 else 2048)
-                for batch in (1, 8)
-                for past_len in (16, 1000, 8000)
-            ),
+            tuple(Decode(past, batch, 8192 if past > 1000 else 2048) for batch in (1, 8) for past in (16, 1000, 8000)),
             capacities=(1024, 2048, 4096, 8192, 16_384, 32_768),
             filled=True,
             tokens=8,
@@ -113,17 +112,7 @@ FULL = Plan(
 )
 QUICK = Plan(
     workloads=(
-        Workload(
-            "tiny",
-            TINY,
-            (Decode(16, 1, 256),),
-            prefills=(32,),
-            rounds=2,
-            steps=2,
-            prefill_rounds=2,
-            prompts=2,
-            tokens=8,
-        ),
+        Workload("tiny", TINY, (Decode(16, 1, 256),), (32,), rounds=2, steps=2, prefill_rounds=2, prompts=2, tokens=8),
         Workload(
             "tiny block",
             dataclasses.replace(TINY, n_layers=1),
@@ -143,6 +132,5 @@ QUICK = Plan(
     record="build/bench/quick.json",
     figures="build/bench/figures",
 )
-COMPUTED_PAST = (
-    8000  # cached tokens, of all sequences together, that a contender is asked to compute where it cannot be filled
-)
+# Largest number of cached tokens, over all sequences, that a contender computes where its cache cannot be filled.
+COMPUTED_PAST = 8000

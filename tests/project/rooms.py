@@ -1,4 +1,4 @@
-"""The rooms of each package in order: a room may import the rooms before it, never one after it."""
+"""The rooms of each package in order. A room may import the rooms before it, but no room after it."""
 
 ROOMS = {
     "exporter": (

@@ -1,4 +1,4 @@
-"""The benchmark judges before it times: who is wrong, missing or dies is named with the reason and has no time; records keep their form."""
+"""The benchmark compares outputs before it times them: a wrong, missing or dead contender has a reason and no time."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ from exporter.costs.roofline import Step, step_costs
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
-WORKLOAD = Workload(
-    "planted faults", TINY, (Decode(16, 2, 64),), prefills=(8,), rounds=2, steps=2, prefill_rounds=2, filled=True, prompts=2, tokens=6
-)  # fmt: skip
+pytestmark = pytest.mark.slow
+
+FEW = {"rounds": 2, "steps": 2, "prefill_rounds": 2, "prompts": 2, "tokens": 6}
+WORKLOAD = Workload("planted faults", TINY, (Decode(16, 2, 64),), prefills=(8,), filled=True, **FEW)
 FAULTS = (
     Entry("altered", "eager", "altered"),
     Entry("missing", "eager", "refused"),
@@ -56,7 +57,7 @@ def refused(made, file, arguments) -> dict:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """A small run with planted faults: its record, and what was said."""
+    """A small run with planted faults: its record and its progress lines."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(models.MAKERS, "altered", altered)
@@ -76,7 +77,7 @@ def contenders(outcome) -> dict:
     return outcome[0]["workloads"][WORKLOAD.name]["contenders"]
 
 
-def test_those_who_agree_are_timed_at_every_case(outcome):
+def test_contenders_that_agree_are_timed_in_every_case(outcome):
     workload = outcome[0]["workloads"][WORKLOAD.name]
     for case in [*workload["decode"], *workload["prefill"]]:
         assert set(case["results"]) == {"transformers", "eager", "ours"}
@@ -99,7 +100,7 @@ def test_a_contender_that_cannot_be_made_is_missing_by_name_with_the_last_line_o
     assert contenders(outcome)["missing"] == {"status": "missing", "reason": "error: no compiler"}
 
 
-def test_a_contender_that_dies_is_reported_with_its_last_words(outcome):
+def test_a_contender_that_dies_is_reported_with_the_last_line_of_its_error(outcome):
     entry = contenders(outcome)["dies"]
     assert (
         entry["status"] == "failed"
@@ -114,13 +115,13 @@ def test_the_record_has_its_form_and_a_damaged_one_is_refused(outcome):
         (lambda record: record.pop("limits"), "its keys are"),
         (
             lambda record: record["workloads"][name]["contenders"]["ours"].pop("agreement"),
-            "ours: it ran and was not compared",
+            "ours: its status is ran, expected an agreement",
         ),
         (
             lambda record: record["workloads"][name]["contenders"]["dies"].pop("reason"),
-            "dies: it is failed and no reason is given",
+            "dies: its status is failed, expected a reason",
         ),
-        (lambda record: record["workloads"][name]["decode"][0]["results"].pop("eager"), "expected of those who ran"),
+        (lambda record: record["workloads"][name]["decode"][0]["results"].pop("eager"), "expected those that ran"),
         (
             lambda record: record["workloads"][name]["prefill"][0]["results"]["ours"].update(median_ms=0),
             "prefill 8, ours: got",
@@ -152,7 +153,7 @@ def test_targets_are_met_missed_or_not_measured():
 
 
 def test_every_target_names_figures_of_the_full_run():
-    """A case that is renamed must not turn its target into one that is never measured."""
+    """A target whose case was renamed would never be measured."""
     workloads = {}
     for workload in FULL.workloads:
         results = {entry.name: {"median_ms": 1.0, "memory": {"peak": 1}} for entry in LINEUP}
@@ -168,11 +169,11 @@ def test_every_target_names_figures_of_the_full_run():
     assert not {name for target in TARGETS for name in (target.numerator, target.denominator)} - set(known)
 
 
-# --- the race ----------------------------------------------------------------------------------------------------------
+# --- the race --------------------------------------------------------------------------------------------------
 
 
 class Runner:
-    """A process that answers with the number of the turn, and fails at one of them."""
+    """A process that answers with the number of the turn, and fails at turn `fails_at`."""
 
     def __init__(self, name: str, turns: list[str], fails_at: int | None = None) -> None:
         self.name, self.turns, self.fails_at, self.n = name, turns, fails_at, 0
@@ -185,7 +186,7 @@ class Runner:
         return {"ms": [100.0] * WARM_STEPS + [float(self.n)] * (count - WARM_STEPS)}
 
 
-def test_everyone_takes_turns_another_one_first_in_each_round_and_warm_up_is_reported_apart():
+def test_each_round_begins_with_another_lane_and_warm_up_is_reported_separately():
     turns: list[str] = []
     lanes = [Lane(name, Runner(name, turns), "steps", {}) for name in "abc"]
     results = race(lanes, rounds=3, steps=2, say=turns.append)
@@ -193,7 +194,7 @@ def test_everyone_takes_turns_another_one_first_in_each_round_and_warm_up_is_rep
     assert results["a"] == {"p10_ms": 1.0, "median_ms": 2.0, "p90_ms": 3.0, "n": 6, "warm_up_ms": 100.0}
 
 
-def test_a_slow_lane_gets_fewer_steps_and_does_not_hold_up_the_rest():
+def test_a_slow_lane_gets_fewer_steps_and_does_not_delay_the_others():
     class Slow(Runner):
         def ask(self, do: str, count: int) -> dict:
             self.turns.append(count - WARM_STEPS)
@@ -207,7 +208,7 @@ def test_a_slow_lane_gets_fewer_steps_and_does_not_hold_up_the_rest():
     assert results["a"]["n"] == 20
 
 
-def test_one_that_fails_in_the_race_has_no_time_and_the_others_go_on():
+def test_a_lane_that_fails_has_no_time_and_the_others_continue():
     said: list[str] = []
     lanes = [Lane("a", Runner("a", []), "steps", {}), Lane("b", Runner("b", [], fails_at=2), "steps", {})]
     results = race(lanes, rounds=3, steps=2, say=said.append)
@@ -215,14 +216,14 @@ def test_one_that_fails_in_the_race_has_no_time_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("weights", FLOORS)
-def test_outputs_are_judged_by_the_floor_of_their_weights(weights):
+def test_outputs_are_compared_with_the_floor_for_their_weights(weights):
     entry = Entry("x", "eager", "checkpoint", weights=weights)
     reference = np.random.default_rng(0).standard_normal((200, 50)).astype(np.float32)
     assert judge(entry, reference, reference).complaint == ""
     assert "same token" in judge(entry, reference, -reference).complaint
     assert "inf or NaN" in judge(entry, reference, np.where(reference > 2, np.nan, reference)).complaint
     near = judge(entry, reference, reference + 2e-3 * (np.arange(50) == 7)).complaint
-    assert bool(near) == (weights == "fp32"), "only float32 is held to closeness"
+    assert bool(near) == (weights == "fp32"), "only float32 must be close"
 
 
 def test_every_entry_can_be_made_and_judged():
@@ -232,10 +233,10 @@ def test_every_entry_can_be_made_and_judged():
     assert {workload.config for workload in QUICK.workloads} & {None} == set(), "a quick run fetches nothing"
 
 
-# --- what contenders read and are held against -------------------------------------------------------------------------
+# --- files that contenders read, bare products, profiles --------------------------------------------------------
 
 
-def test_the_bare_graph_holds_every_product_with_a_stored_weight_and_computes_it(tiny_bundle):
+def test_the_bare_graph_has_every_product_with_a_stored_weight_and_runs(tiny_bundle):
     bundle = tiny_bundle("model")
     graph = bare_graph(onnx.load(bundle.graph_path, load_external_data=False)).graph
     assert len(graph.output) == 4 * bundle.manifest.config.n_layers + 1
@@ -248,7 +249,7 @@ def test_the_bare_graph_holds_every_product_with_a_stored_weight_and_computes_it
     BareProducts(bundle, batch=3).run()
 
 
-def test_a_gguf_file_holds_every_weight_once_rows_of_q_and_k_in_pairs(tmp_path):
+def test_a_gguf_file_has_every_weight_once_with_rows_of_q_and_k_in_pairs(tmp_path):
     gguf = pytest.importorskip("gguf")
     checkpoint = open_checkpoint(random_checkpoint(tmp_path / "checkpoint", TINY))
     for kind in ("F32", "F16"):
@@ -264,14 +265,18 @@ def test_a_gguf_file_holds_every_weight_once_rows_of_q_and_k_in_pairs(tmp_path):
     assert Ledger.of(TINY).model_parameters == sum(int(tensor.n_elements) for tensor in stored.values())
 
 
-def test_a_profile_is_cut_into_steps_and_its_nodes_named_by_component():
+def test_a_profile_is_cut_into_steps_and_nodes_are_named_by_component():
     def event(name: str, ts: int, dur: int, cat: str = "Node") -> dict:
         return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "args": {"op_name": "MatMul"}}
 
     events = [
-        event("model_run", 0, 10, "Session"), event("blocks.0.mlp.up_proj_kernel_time", 1, 4), event("blocks.0.mlp.up_proj_fence_before", 1, 1),
-        event("model_run", 20, 10, "Session"), event("blocks.1.attention.keys_kernel_time", 21, 5), event("model_loading", 15, 1, "Session"),
-    ]  # fmt: skip
+        event("model_run", 0, 10, "Session"),
+        event("blocks.0.mlp.up_proj_kernel_time", 1, 4),
+        event("blocks.0.mlp.up_proj_fence_before", 1, 1),
+        event("model_run", 20, 10, "Session"),
+        event("blocks.1.attention.keys_kernel_time", 21, 5),
+        event("model_loading", 15, 1, "Session"),
+    ]
     steps = read_profile(events)
     assert [[(kernel.node, kernel.microseconds) for kernel in step] for step in steps] == [
         [("blocks.0.mlp.up_proj", 4)],

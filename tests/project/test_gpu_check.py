@@ -1,4 +1,4 @@
-"""gpu-check runs to its end without a GPU, every part skipped by name, and its rows work over the doubles."""
+"""gpu-check without a GPU: it skips every check by name and writes a record; its checks work with doubles of CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorr
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
-    """Where gpu-check keeps what it exports, shared by all tests here as by all rows there."""
+    """The folder of the bundles that gpu-check exports; all tests share it, as all checks do."""
     return tmp_path_factory.mktemp("gpu-check")
 
 
@@ -26,9 +26,9 @@ def in_folder(tmp_path, monkeypatch, bundles):
     return tmp_path
 
 
-@pytest.mark.skipif(bool(visible_gpus()), reason="a GPU is visible: the parts run")
-def test_without_a_gpu_every_part_is_skipped_by_name_and_a_record_is_left(in_folder, capsys):
-    assert gpu_check.main() == 0
+@pytest.mark.skipif(bool(visible_gpus()), reason="a GPU is visible: the checks run")
+def test_without_a_gpu_every_check_is_skipped_by_name_and_a_record_is_written(in_folder, capsys):
+    assert gpu_check.main([]) == 0
     record = json.loads((in_folder / "gpu-check.json").read_text())
     assert {row["state"] for row in record["rows"]} == {"skipped"} and len(record["rows"]) == 12
     assert all(row["detail"] for row in record["rows"])
@@ -37,7 +37,7 @@ def test_without_a_gpu_every_part_is_skipped_by_name_and_a_record_is_left(in_fol
 
 @pytest.fixture
 def over_doubles(in_folder, monkeypatch):
-    """Engines that are built and run by doubles, at sizes that take no time."""
+    """Engines whose build and run are doubles, at tiny sizes."""
 
     def build(bundle, backend, request):
         (bundle.folder / "model.engine").write_bytes(ENGINE)
@@ -66,7 +66,7 @@ def over_doubles(in_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("check", ["parity", "aliases", "graphs", "refit"])
-def test_a_row_passes_over_the_doubles(over_doubles, check):
+def test_a_check_passes_with_the_doubles(over_doubles, check):
     row = gpu_check.run_row(check, getattr(over_doubles, check))
     assert row.state == "passed", row.detail
 
@@ -84,7 +84,7 @@ def test_a_wrong_engine_fails_its_parity_row(over_doubles, monkeypatch):
     assert row.state == "FAILED" and "logits differs" in row.detail
 
 
-def test_a_cache_that_is_written_beyond_the_step_fails_its_alias_row(over_doubles, monkeypatch):
+def test_a_write_outside_of_the_step_fails_its_alias_row(over_doubles, monkeypatch):
     run = TensorRTStepper.run
 
     def stray(self, feeds, cache, first_row=0):

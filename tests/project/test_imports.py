@@ -1,4 +1,4 @@
-"""The order of the house: imports run one way, folders and files stay small, and decoding loads no torch."""
+"""The order of the source tree: imports run one way, folders and files stay small, and decoding loads no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.project.rooms import ROOMS
 
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
-PURE = (  # rooms or modules that the runtime reads bundles through
+PURE = (  # rooms and modules that the runtime reads bundles with
     *("spec", "costs/ledger", "common/errors", "common/documents", "common/wire"),
     *("bundle/graph_form", "bundle/manifest", "bundle/bundle"),
 )
@@ -28,7 +28,7 @@ LARGEST_FOLDER, LONGEST_MODULE, LONGEST_FUNCTION = 12, 400, 60  # modules, lines
 
 
 def imported(path: Path) -> set[str]:
-    """Every module, and every name of a module, that a file imports."""
+    """Returns every module that a file imports, and every name that it imports from a module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -39,7 +39,7 @@ def imported(path: Path) -> set[str]:
 
 
 def upward_imports(package: Path) -> list[str]:
-    """The imports in a package that lead to a later stage, or to a room that is not below the importing one."""
+    """Returns the imports in a package that lead to a later stage or to a later room."""
     rooms, found = ROOMS.get(package.name, ()), []
     for path in sorted(package.rglob("*.py")):
         own = path.relative_to(package).with_suffix("").parts[0]
@@ -54,11 +54,11 @@ def upward_imports(package: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ROOMS)
-def test_no_room_imports_one_above_it(package):
+def test_no_room_imports_a_later_room(package):
     assert upward_imports(ROOT / package) == []
 
 
-def test_every_room_has_its_place_in_the_order():
+def test_every_room_is_in_the_order():
     for package, rooms in ROOMS.items():
         there = {
             path.stem for path in (ROOT / package).glob("*") if path.suffix == ".py" or (path / "__init__.py").exists()
@@ -88,9 +88,19 @@ def sources() -> list[Path]:
     return [path for folder in (*ROOMS, "tests", "locks") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def test_no_folder_holds_too_many_modules():
+def test_no_folder_has_too_many_modules():
     counts = Counter(path.parent for path in sources() if path.name != "__init__.py")
     assert {str(folder): n for folder, n in counts.items() if n > LARGEST_FOLDER} == {}
+
+
+def test_the_quick_run_has_a_file_in_every_folder_of_tests():
+    """`make test QUICK=1` leaves out the files that are marked slow."""
+    quick, folders = set(), set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        folders.add(path.parent)
+        if "\npytestmark = pytest.mark.slow" not in path.read_text():
+            quick.add(path.parent)
+    assert folders - quick == set()
 
 
 @pytest.mark.xfail(strict=True, reason="the last long modules are being cut")
@@ -106,8 +116,8 @@ def test_no_module_and_no_function_is_too_long():
     assert long == []
 
 
-def test_one_file_name_stands_for_one_thing():
-    """A name says where to look. Commands are named for what they run."""
+def test_no_two_modules_share_a_file_name():
+    """A file name tells a reader where to look. Modules of commands have the names of the commands."""
     places: dict[str, list[str]] = {}
     for path in sources():
         if path.stem not in ("__init__", "__main__") and path.parent.name != "commands":
@@ -122,12 +132,11 @@ def test_the_pure_modules_import_only_the_standard_library_and_numpy():
         for path in place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
             for module in imported(path):
                 top = module.split(".")[0]
-                assert top in sys.stdlib_module_names or top in ("numpy", "ml_dtypes", "exporter"), (
-                    f"{path} imports {module}"
-                )
+                allowed = top in sys.stdlib_module_names or top in ("numpy", "ml_dtypes", "exporter")
+                assert allowed, f"{path} imports {module}"
 
 
-UMBRELLAS = {"cuda": "cuda-python", "tensorrt_rtx": "tensorrt-rtx"}  # modules of packages that a declared one asks for
+UMBRELLAS = {"cuda": "cuda-python", "tensorrt_rtx": "tensorrt-rtx"}  # module → declared package that requires it
 EXTRAS_OF_THE_STAGES = {"smollm2", "tensorrt", "tensorrt-rtx", "polygraphy"}
 
 
@@ -150,9 +159,8 @@ def test_every_package_that_is_imported_anywhere_is_a_dependency(folder, extras)
             if top in sys.stdlib_module_names or top in (*RANK, "tests", "locks", "benchmarks"):
                 continue
             names = {UMBRELLAS[top]} if top in UMBRELLAS else {normal(name) for name in providers.get(top, [])}
-            assert names & declared, (
-                f"{path} imports {module} of {sorted(names) or 'no installed package'}, which pyproject.toml does not ask for"
-            )
+            package = sorted(names) or "no installed package"
+            assert names & declared, f"{path} imports {module} of {package}, expected a dependency in pyproject.toml"
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -168,7 +176,8 @@ from runtime import DecodeSession
 with DecodeSession.open(sys.argv[1]) as session:
     session.prefill(np.array([[1, 2, 3]]))
     session.decode(np.array([4]))
-print(sorted({name.split('.')[0] for name in sys.modules} & {"torch", "onnx", "onnxscript", "transformers", "tensorrt"}))
+heavy = {"torch", "onnx", "onnxscript", "transformers", "tensorrt"}
+print(sorted({name.split('.')[0] for name in sys.modules} & heavy))
 """
     assert run_python(code, str(tiny_bundle("model").folder)).strip() == "[]"
 

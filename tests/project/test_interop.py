@@ -1,6 +1,6 @@
-"""Bundles with a growing cache: they are right, they are refused where a cache must be in place, and two other runtimes run them.
+"""Bundles with a growing cache: correct, refused where a cache must be in place, and run by two other runtimes.
 
-The tests with optimum and onnxruntime-genai run where `make interop-peers` or `make bench-peers` made their environments.
+The tests with optimum and onnxruntime-genai need the environments that `make interop-peers` makes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from exporter.steppers.growing_stepper import GrowingStepper
 from exporter.validation.bundle_validation import validate_bundle
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = [[504, 3575, 282, 4649, 314], [504, 3575], [9690, 2591, 253, 655, 28, 281], [57, 2078, 30]]
 N_TOKENS = 12

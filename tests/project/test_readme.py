@@ -16,6 +16,8 @@ import exporter.commands.main
 import runtime.commands.main
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(bash|python)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [

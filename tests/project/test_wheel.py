@@ -1,4 +1,4 @@
-"""The wheel, installed away from the source tree: what it holds, and that its commands and `import runtime` need nothing else."""
+"""The wheel, installed outside of the source tree: its files, its commands and its imports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 STAGES = ("exporter", "engines", "runtime")
+OFFLINE = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
 DATA = {"engines/comparison/prompts.txt", "exporter/validation/measured_errors.json"}  # read at run time
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Output of a command that finds no package by PYTHONPATH."""
+    """Returns the output of a command that runs without PYTHONPATH."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     result = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd=cwd, env=environment)
     assert result.returncode == 0, f"{command}: {result.stderr}"
@@ -30,19 +33,11 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of a copy of the tree, so that nothing an earlier build left behind gets in."""
+    """The wheel of a copy of the tree. The copy leaves out the files of earlier builds."""
     source, target = tmp_path_factory.mktemp("source") / "blockline", tmp_path_factory.mktemp("wheel")
     hidden_and_built = shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, source, ignore=hidden_and_built)
-    options = (
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        target,
-    )
+    options = (*OFFLINE, "--no-build-isolation", "--wheel-dir", target)
     run(sys.executable, "-m", "pip", "wheel", *options, source, cwd=target)
     (path,) = target.iterdir()
     return path
@@ -50,45 +45,33 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory) -> Path:
-    """An environment that holds the wheel alone and sees this one's packages, whose link to the source tree isn't followed there."""
+    """An environment with the wheel and this environment's packages, but without its link to the source tree."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site_packages,) = folder.glob("lib/python3.*/site-packages")
     (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     python = ("--python", folder / "bin" / "python")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        *python,
-        "--disable-pip-version-check",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        wheel,
-        cwd=folder,
-    )
+    run(sys.executable, "-m", "pip", *python, "install", *OFFLINE, wheel, cwd=folder)
     return folder
 
 
-def test_the_wheel_holds_the_three_stages_and_their_data_alone(wheel):
+def test_the_wheel_has_only_the_three_stages_and_their_data(wheel):
     modules = {str(path.relative_to(ROOT)) for stage in STAGES for path in (ROOT / stage).rglob("*.py")}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == modules | DATA
 
 
-def test_no_other_file_lies_in_the_stages():
+def test_the_stages_have_no_other_files():
     others = {str(path.relative_to(ROOT)) for stage in STAGES for path in (ROOT / stage).rglob("*") if path.is_file()}
     assert {name for name in others if not name.endswith((".py", ".pyc"))} == DATA
 
 
-def test_no_stage_looks_for_files_beside_its_modules_but_by_their_package():
+def test_no_stage_finds_its_data_by_file_path():
     assert not [path for stage in STAGES for path in (ROOT / stage).rglob("*.py") if "__file__" in path.read_text()]
 
 
-def test_it_says_the_pythons_that_the_tests_run_on(wheel):
+def test_it_requires_the_python_that_the_tests_run_on(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     assert "Requires-Python: <3.15,>=3.11\n" in metadata
@@ -98,13 +81,14 @@ def test_it_says_the_pythons_that_the_tests_run_on(wheel):
     assert [(int(major), int(minor)) for major, minor in named] == pythons
 
 
-def test_its_modules_are_found_in_it_and_its_data_are_read(environment, tmp_path):
+def test_its_modules_come_from_the_wheel_and_its_data_are_read(environment, tmp_path):
     code = """
 import json, sys, exporter, engines, runtime
 from engines.comparison.agreement import prompts
 from exporter.validation.tolerances import measured_operation_errors
 modules = [exporter.__file__, engines.__file__, runtime.__file__]
-print(json.dumps([modules, len(prompts()), len(measured_operation_errors()), sorted({name.split(".")[0] for name in sys.modules})]))
+loaded = sorted({name.split(".")[0] for name in sys.modules})
+print(json.dumps([modules, len(prompts()), len(measured_operation_errors()), loaded]))
 """
     modules, n_prompts, n_backends, loaded = json.loads(run(environment / "bin" / "python", "-c", code, cwd=tmp_path))
     assert all(path.startswith(str(environment)) for path in modules)
@@ -113,39 +97,14 @@ print(json.dumps([modules, len(prompts()), len(measured_operation_errors()), sor
 
 
 def test_its_commands_export_verify_inspect_and_decode(environment, tiny_bundle, tmp_path):
-    commands, block = environment / "bin", tiny_bundle("block", "fp16").folder
-    sizes = json.loads(
-        run(commands / "blockline-export", "params", "--model", "smollm2-135m", "--format", "json", cwd=tmp_path)
-    )
+    block, as_json = tiny_bundle("block", "fp16").folder, ("--format", "json")
+    export, build, decode = (environment / "bin" / f"blockline-{name}" for name in ("export", "build", "run"))
+    model = ("--model", "smollm2-135m")
+    sizes = json.loads(run(export, "params", *model, *as_json, cwd=tmp_path))
     assert sizes["config"]["hidden_size"] == 576
-    run(
-        commands / "blockline-export",
-        "export",
-        "--model",
-        "smollm2-135m",
-        "--unit",
-        "component:rms_norm",
-        "-o",
-        "norm",
-        cwd=tmp_path,
-    )
-    run(commands / "blockline-export", "verify", "norm", cwd=tmp_path)
-    network = json.loads(
-        run(commands / "blockline-build", "inspect", block, "--cache-capacity", "64", "--format", "json", cwd=tmp_path)
-    )
+    run(export, "export", *model, "--unit", "component:rms_norm", "-o", "norm", cwd=tmp_path)
+    run(export, "verify", "norm", cwd=tmp_path)
+    network = json.loads(run(build, "inspect", block, "--cache-capacity", "64", *as_json, cwd=tmp_path))
     assert network["kv_cache_updates"] == 2
-    decoded = json.loads(
-        run(
-            commands / "blockline-run",
-            "decode",
-            block,
-            "--steps",
-            "2",
-            "--prompt-len",
-            "3",
-            "--format",
-            "json",
-            cwd=tmp_path,
-        )
-    )
+    decoded = json.loads(run(decode, "decode", block, "--steps", "2", "--prompt-len", "3", *as_json, cwd=tmp_path))
     assert decoded["lengths"] == [5]

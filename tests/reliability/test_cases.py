@@ -1,4 +1,4 @@
-"""The table of known failures (tests/reliability/cases.md): every row has a test, and every test that it names exists."""
+"""The table of known failures (tests/reliability/cases.md): every row has a test, and every named test exists."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tests.conftest import ROOT
 
 FOLDER = ROOT / "tests"
 TABLE = Path(__file__).parent / "cases.md"
-MIN_ROWS = 60  # what there was when the table was made
+MIN_ROWS = 60  # number of rows when the table was made
 
 
 def rows(text: str) -> list[tuple[str, list[str]]]:
-    """(case, names of its tests) of every table row."""
+    """Returns (case, names of its tests) for every row of a table."""
     lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| case |")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [(case, [name.strip() for name in tests.split(",") if name.strip()]) for case, tests in cells]
 
 
 def problems(text: str, folder: Path = FOLDER) -> list[str]:
-    """What is wrong with a table: rows without a test, and tests that the files don't have."""
+    """Returns what is wrong with a table: rows without a test, and tests that do not exist."""
     found = []
     for case, names in rows(text):
         if not names:
@@ -38,7 +38,7 @@ def problems(text: str, folder: Path = FOLDER) -> list[str]:
 
 
 def has_test(path: Path, function: str, case: str | None) -> bool:
-    """Whether a file defines a test, collected by pytest's naming; a parameter's id must at least stand somewhere in the file."""
+    """Whether a file defines a test. The id of a parameter must be a name that the file uses."""
     if not path.is_file():
         return False
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -64,6 +64,6 @@ def test_every_case_has_a_test_that_exists():
         ("| a case | test_cases.py::test_every_case_has_a_test_that_exists[gone] |", "exists[gone] does not exist"),
     ],
 )
-def test_a_table_with_a_gap_is_noticed(row, problem):
+def test_a_gap_in_the_table_is_found(row, problem):
     (found,) = problems(f"| case | tests |\n|---|---|\n{row}\n")
     assert found.endswith(problem)

@@ -1,4 +1,4 @@
-"""Disks that fill up or take no large files: one line with the folder and the bytes, exit code 2, the old bundle whole, nothing left behind."""
+"""Full disks and limits on file sizes: one line with folder and bytes, exit code 2, a whole old bundle."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.conftest import TINY
 from tests.support.bundle_folders import contents
 from tests.support.faulty_disks import PAGE, Said, can_mount, leave_free, mount_tmpfs, run_apart
 
+pytestmark = pytest.mark.slow
+
 EXPORT = ("export", "--model", "tiny", "--unit", "component:rms_norm")
 BUILD = ("--backend", "tensorrt-rtx", "--cache-capacity", "32", "--max-seq-len", "8", "--max-batch", "1")
 
@@ -30,7 +32,7 @@ def tiny_model(monkeypatch):
 
 
 def undisturbed(folder: Path) -> dict[str, bytes]:
-    """All files of a small disk but what fills it."""
+    """Returns all files of a small disk, without the file that fills it."""
     return {name: content for name, content in contents(folder).items() if name != "ballast"}
 
 
@@ -61,13 +63,13 @@ def test_an_export_onto_a_disk_that_fills_up_at_any_page(tiny_bundle, tmp_path):
         assert said.code == 0
         assert Bundle.open(disk / "bundle", verify="full").manifest.unit.component == "rms_norm"
         assert {name.partition("/")[0] for name in undisturbed(disk)} == {"bundle"}
-        assert len(errors) == 2  # refused beforehand, and while writing
+        assert len(errors) == 2  # one refusal before writing, one while writing
 
     run_apart(body, tmp_path)
 
 
 @can_mount
-def test_a_validation_that_finds_no_room_for_its_report(tiny_bundle, tmp_path):
+def test_a_validation_without_room_for_its_report_is_refused(tiny_bundle, tmp_path):
     def body() -> None:
         disk = tmp_path / "disk"
         mount_tmpfs(disk, "size=4m")
@@ -84,7 +86,7 @@ def test_a_validation_that_finds_no_room_for_its_report(tiny_bundle, tmp_path):
 
 
 @can_mount
-def test_a_build_that_finds_no_room_for_its_engine_its_graph_or_its_record(tiny_bundle, tmp_path):
+def test_a_build_without_room_for_its_engine_its_graph_or_its_record_is_refused(tiny_bundle, tmp_path):
     def body() -> None:
         disk = tmp_path / "disk"
         mount_tmpfs(disk, "size=64m")
@@ -109,7 +111,9 @@ def test_a_build_that_finds_no_room_for_its_engine_its_graph_or_its_record(tiny_
             assert re.search(r"[\d,]+ bytes (were )?free", said.error), said.error
             left = undisturbed(disk)
             assert {name: left[name] for name in before} == before
-            assert set(left) - set(before) <= {"bundle/model.c32.onnx"}  # a whole graph for other tools does no harm
+            assert set(left) - set(before) <= {
+                "bundle/model.c32.onnx"
+            }  # a whole graph may stay: other tools can use it
         leave_free(disk, engine + graph + 3 * record)
         assert Said(*command).code == 0
 
@@ -118,7 +122,7 @@ def test_a_build_that_finds_no_room_for_its_engine_its_graph_or_its_record(tiny_
 
 @can_mount
 def test_a_temporary_folder_that_fills_up_is_named_and_left_empty(tiny_bundle, tmp_path):
-    bundle = tiny_bundle("block", "bf16").folder  # validated through a twin, which lies there
+    bundle = tiny_bundle("block", "bf16").folder  # its validation writes a twin bundle to the temporary folder
 
     def body() -> None:
         disk = tmp_path / "disk"
@@ -133,7 +137,7 @@ def test_a_temporary_folder_that_fills_up_is_named_and_left_empty(tiny_bundle, t
     run_apart(body, tmp_path)
 
 
-def test_a_limit_on_the_size_of_files(tiny_bundle, tmp_path):
+def test_a_limit_on_file_sizes_is_named(tiny_bundle, tmp_path):
     folder = Path(shutil.copytree(tiny_bundle("component:swiglu_mlp").folder, tmp_path / "out" / "bundle"))
     twin = tiny_bundle("component:swiglu_mlp", "bf16").folder
 
@@ -154,10 +158,10 @@ def test_a_limit_on_the_size_of_files(tiny_bundle, tmp_path):
     run_apart(body, tmp_path)
 
 
-def test_what_cannot_fit_is_refused_before_it_is_begun(tmp_path):
+def test_a_folder_that_cannot_fit_is_refused_before_it_is_made(tmp_path):
     with (
         pytest.raises(InputError, match=r"bytes free, expected at least 1,000,000,000,000,000"),
         new_folder(tmp_path / "a" / "new", 10**15),
     ):
-        pytest.fail("it was begun")
+        pytest.fail("the folder was made")
     assert list(tmp_path.iterdir()) == []

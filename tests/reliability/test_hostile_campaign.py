@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.campaigns.hostile_input.campaign import run_campaign
 from benchmarks.campaigns.hostile_input.originals import make_originals
+
+pytestmark = pytest.mark.slow
 
 CASES = {  # kind of input → number of cases
     "manifest": 60,

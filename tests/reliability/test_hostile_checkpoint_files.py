@@ -26,7 +26,8 @@ originals = hostile_bundles.originals  # fixtures
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"architectures": 5}, {"architectures": {"a": 1}}, {"architectures": [["x"]]}, {"eos_token_id": "</s>"}, {"eos_token_id": [1.5]},
+    [{"architectures": 5}, {"architectures": {"a": 1}}, {"architectures": [["x"]]}, {"eos_token_id": "</s>"},
+    {"eos_token_id": [1.5]},
      {"num_hidden_layers": 10**9}, {"rope_scaling": [1]}, {"hidden_act": [[1]]}],
 )  # fmt: skip
 def test_a_config_of_other_types_is_refused(tmp_path, overrides):
@@ -64,7 +65,7 @@ def meta_refusal(folder) -> str:
      lambda t: t.double()],
     ids=["sparse", "meta", "expanded", "double"],
 )  # fmt: skip
-def test_tensors_without_values_of_their_own_are_refused(meta, strange):
+def test_tensors_without_plain_values_are_refused(meta, strange):
     path = meta / "consolidated.00.pth"
     shard = torch.load(path, weights_only=True)
     shard["norm.weight"] = strange(shard["norm.weight"])
@@ -82,7 +83,7 @@ def test_a_tensor_of_another_number_of_axes_is_refused(meta, shape):
 
 
 class Memory:
-    """Pickles as a call that takes 64 GiB, which torch's own list of harmless calls allows."""
+    """Pickles as a call that takes 64 GiB; torch's list of safe calls allows it."""
 
     def __reduce__(self):
         return bytearray, (2**36,)
@@ -103,7 +104,7 @@ def test_compressed_records_are_refused(meta):
     assert "its records are compressed" in meta_refusal(meta)
 
 
-def test_a_pipe_is_not_waited_for(meta):
+def test_a_pipe_is_refused_without_waiting(meta):
     (meta / "consolidated.00.pth").unlink()
     os.mkfifo(meta / "consolidated.00.pth")
     assert "not a plain file" in meta_refusal(meta)

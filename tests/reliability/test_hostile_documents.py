@@ -29,7 +29,7 @@ originals, bundle, text_bundle = (
     "text",
     ['{"a": NaN}', '{"a": 1, "a": 2}', '"\\ud800"', "[" * 100_000, '{"a": -Infinity}', "9" * 5000, "", "\ufeff{}"],
 )
-def test_what_parsers_disagree_about_is_no_json(text):
+def test_json_that_parsers_disagree_about_is_refused(text):
     with pytest.raises(ValueError):
         parse_document(text)
 
@@ -72,7 +72,7 @@ def test_a_report_of_another_form_is_refused(text_bundle, report, capsys):
     [{"passed": 1}, {"max_error": "x", "max_allowed": 1}, {"max_error": None, "max_allowed": 0.1, "passed": False}],
     ids=str,
 )
-def test_a_report_says_what_it_can(text_bundle, validation, capsys):
+def test_a_report_shows_missing_results_as_unknown(text_bundle, validation, capsys):
     (text_bundle / "report.json").write_text(json.dumps({"validation": validation}))
     assert runtime.commands.main.main(["report", str(text_bundle), "--prompt", "he", "--max-new-tokens", "1"]) == 0
     assert ("not finite" if "passed" in validation and len(validation) > 1 else "unknown") in capsys.readouterr().err

@@ -50,7 +50,7 @@ def test_a_report_that_is_a_link_out_is_refused(bundle):
 
 
 def test_links_into_the_blobs_of_a_download_cache_are_followed(originals, tmp_path):
-    """Hugging Face's cache: snapshots/REVISION holds links to ../../blobs/HASH."""
+    """Hugging Face's cache: snapshots/REVISION has links to ../../blobs/HASH."""
     snapshot = tmp_path / "models--somebody--something" / "snapshots" / "0123"
     shutil.copytree(originals / "block", snapshot)
     (tmp_path / "models--somebody--something" / "blobs").mkdir()
@@ -71,7 +71,8 @@ def test_a_tokenizer_that_is_a_link_out_of_the_checkpoint_is_not_copied(tmp_path
 
 def test_an_engine_that_is_a_link_out_is_refused(bundle):
     record = engine_record(Bundle.open(bundle), 32).__dict__ | {
-        "file": "x.engine", "sha256": file_entry(bundle.parent / "secret")["sha256"], "size_bytes": (bundle.parent / "secret").stat().st_size,
+        "file": "x.engine", "sha256": file_entry(bundle.parent / "secret")["sha256"],
+        "size_bytes": (bundle.parent / "secret").stat().st_size,
     }  # fmt: skip
     (bundle / "engines.json").write_text(json.dumps({"format_version": 1, "engines": [record]}))
     (bundle / "x.engine").symlink_to("../secret")
@@ -89,7 +90,7 @@ def test_a_part_that_is_a_link_is_not_emptied_by_an_export(bundle):
     assert (outside / "mine").read_text() == "mine"
 
 
-# --- words and paths ---------------------------------------------------------------------------------------------------
+# --- names and paths --------------------------------------------------------------------------------------------
 
 
 def test_control_characters_and_markup_in_names_do_not_reach_the_terminal(bundle, capsys):
@@ -102,7 +103,8 @@ def test_control_characters_and_markup_in_names_do_not_reach_the_terminal(bundle
 
 @pytest.mark.parametrize(
     "words",
-    [("--max-batch", "2147483648"), ("--max-seq-len", "9" * 40), ("--workspace", "9" * 17), ("--cache-capacity", "9" * 40),
+    [("--max-batch", "2147483648"), ("--max-seq-len", "9" * 40), ("--workspace", "9" * 17),
+    ("--cache-capacity", "9" * 40),
      ("--min-shapes", "x:" + "9" * 5000, "--opt-shapes", "x:1", "--max-shapes", "x:1")],
     ids=lambda words: words[0],
 )  # fmt: skip
@@ -113,14 +115,14 @@ def test_sizes_that_no_engine_has_are_refused(bundle, words, capsys):
 
 
 def test_an_empty_output_is_refused(tmp_path, monkeypatch):
-    """Such as an unset variable, which would otherwise be the working folder."""
+    """An unset variable, for example, would otherwise mean the working folder."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="empty"), new_folder(""):
         pass
 
 
-def test_a_path_that_is_no_text_is_refused(bundle, tmp_path):
-    """Libraries in C++ take no such path, and fail each in a way of its own."""
+def test_a_path_that_is_not_unicode_is_refused(bundle, tmp_path):
+    """C++ libraries reject such a path, each with another error."""
     other = bundle.rename(tmp_path / "a\udcff")
     with pytest.raises(BundleError, match="not valid UTF-8"):
         Bundle.open(other)
@@ -137,7 +139,7 @@ def test_only_a_plain_file_is_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-def test_a_manifest_that_names_files_elsewhere_owns_none_of_them(bundle):
+def test_files_elsewhere_that_a_manifest_names_are_not_its_own(bundle):
     neighbour = bundle.parent / "neighbour" / "model.onnx"
     neighbour.parent.mkdir()
     neighbour.write_text("mine")

@@ -60,14 +60,18 @@ def function(model):
 
 GRAPH_CHANGES = [
     loop, stolen_constant, fill, cycle, function,
-    lambda m: set_place(m, "location", "../secret"), lambda m: set_place(m, "location", "/etc/hostname"), lambda m: set_place(m, "offset", "-4096"),
-    lambda m: set_place(m, "length", "9" * 30), lambda m: set_place(m, "length", "1e3"), lambda m: external(m).external_data.pop(),
+    lambda m: set_place(m, "location", "../secret"), lambda m: set_place(m, "location", "/etc/hostname"),
+    lambda m: set_place(m, "offset", "-4096"), lambda m: set_place(m, "length", "9" * 30),
+    lambda m: set_place(m, "length", "1e3"), lambda m: external(m).external_data.pop(),
     lambda m: external(m).external_data.add(key="location", value="x"), lambda m: external(m).dims.append(2**40),
-    lambda m: setattr(m.graph.node[0], "domain", "com.microsoft"), lambda m: setattr(m.graph.node[0], "op_type", "Loop"),
-    lambda m: setattr(m.opset_import[0], "version", 18), lambda m: m.graph.node[0].ClearField("output"),
-    lambda m: m.graph.sparse_initializer.add(), lambda m: m.training_info.add(), lambda m: m.graph.output.pop(),
-    lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 11), lambda m: m.graph.node[0].attribute.add(name="g", type=5),
-    lambda m: m.graph.initializer.append(m.graph.initializer[0]), lambda m: m.metadata_props.add(key="k", value="v" * 10**6),
+    lambda m: setattr(m.graph.node[0], "domain", "com.microsoft"),
+    lambda m: setattr(m.graph.node[0], "op_type", "Loop"), lambda m: setattr(m.opset_import[0], "version", 18),
+    lambda m: m.graph.node[0].ClearField("output"), lambda m: m.graph.sparse_initializer.add(),
+    lambda m: m.training_info.add(), lambda m: m.graph.output.pop(),
+    lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 11),
+    lambda m: m.graph.node[0].attribute.add(name="g", type=5),
+    lambda m: m.graph.initializer.append(m.graph.initializer[0]),
+    lambda m: m.metadata_props.add(key="k", value="v" * 10**6),
 ]  # fmt: skip
 
 
@@ -86,7 +90,7 @@ def test_bytes_that_are_no_graph_are_refused(bundle):
         assert "not a graph as an export writes it" in refusal(bundle)
 
 
-def test_a_data_file_with_something_behind_the_weights_is_refused(bundle):
+def test_a_data_file_with_bytes_after_the_weights_is_refused(bundle):
     with open(bundle / "model.onnx.data", "ab") as file:
         file.write(b"more")
     seal(bundle)
@@ -113,7 +117,7 @@ def test_a_step_that_onnxruntime_refuses_is_an_error_of_the_backend():
 
 
 @pytest.mark.parametrize("location", ["../secret", "link", "/etc/hostname", "a\0b", ""])
-def test_any_onnx_file_is_held_to_its_folder_wherever_it_hides_a_tensor(bundle, location):
+def test_external_data_outside_of_the_folder_are_refused_anywhere_in_an_onnx_file(bundle, location):
     (bundle / "link").symlink_to("../secret")
     tensor = TensorProto(name="t", data_type=TensorProto.UINT8, dims=[1], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)
@@ -129,7 +133,7 @@ def test_any_onnx_file_is_held_to_its_folder_wherever_it_hides_a_tensor(bundle, 
 
 
 def test_a_text_that_is_not_utf8_in_any_onnx_file_is_refused(bundle):
-    """Protobuf hands such a text out as bytes."""
+    """Protobuf returns such a text as bytes."""
     path = bundle / "model.onnx"
     path.write_bytes(path.read_bytes().replace(b"model.onnx.data", b"model.onnx\xff\xffata", 1))
     with pytest.raises(BundleError, match="value is no text"):
@@ -137,8 +141,8 @@ def test_a_text_that_is_not_utf8_in_any_onnx_file_is_refused(bundle):
 
 
 @pytest.mark.parametrize("domain", ["", "own"])
-def test_functions_that_lead_back_to_themselves_never_reach_the_parser(bundle, domain):
-    """TensorRT's parser unfolded them until the process died."""
+def test_functions_that_call_themselves_are_refused_before_the_parser(bundle, domain):
+    """TensorRT's parser expanded them until the process died."""
     path = bundle / "model.onnx"
     model = onnx.load(path, load_external_data=False)
     imports = [*model.opset_import, *([helper.make_opsetid(domain, 1)] if domain else [])]
@@ -162,8 +166,8 @@ def test_the_place_of_a_weight_in_any_onnx_file_is_a_whole_number(bundle, value)
     )
 
 
-def test_data_are_hashed_only_where_their_graph_says_how_much_of_them_there_is(bundle, monkeypatch):
-    """A file without content may be as long as anybody likes: its checksum would take days."""
+def test_a_data_file_is_hashed_only_where_its_size_matches_the_graph(bundle, monkeypatch):
+    """A sparse file can have any length, and its checksum would take days."""
     data = bundle / "model.onnx.data"
     monkeypatch.setattr(
         "exporter.bundle.bundle.sha256_of",

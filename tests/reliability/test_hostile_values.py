@@ -1,4 +1,4 @@
-"""Values that nobody sends on purpose, or somebody does: each ends in the project's own error, never in a traceback."""
+"""Extreme and hostile values: each ends in the project's own error, never in a traceback."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from runtime import DecodeSession
 from runtime.text.sampling import Sampler
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def damaged(tiny_bundle, tmp_path):
-    """A bundle whose manifest is changed by a function of its JSON data, or replaced by a text."""
+    """Makes a bundle whose manifest is changed by a function of its JSON data, or replaced by a text."""
 
     def make(change):
         folder = tmp_path / "bundle"
@@ -96,11 +98,11 @@ def test_every_number_of_positions_validates(tmp_path, max_positions):
     request = ExportRequest(TINY, Unit.parse("block", TINY), RandomWeights(TINY, 0), "fp32", max_positions)
     report = export_bundle(request, tmp_path / "bundle").read_report()["validation"]
     longest = max(len(c["shapes"]) for c in report["comparisons"])
-    assert report["passed"] and longest >= min(max_positions, 4)  # never one step of 1×1 alone where more fits
+    assert report["passed"] and longest >= min(max_positions, 4)  # more than one step of 1×1 where more fits
 
 
 @pytest.mark.parametrize(("hidden_size", "intermediate_size"), [(4, 1), (1, 4)])
-def test_widths_of_one_export(tmp_path, hidden_size, intermediate_size):
+def test_units_of_width_one_can_be_exported(tmp_path, hidden_size, intermediate_size):
     config = ModelConfig(hidden_size, 1, 2, 1, 4, intermediate_size, 5, 16)
     export_bundle(
         ExportRequest(config, Unit.parse("component:swiglu_mlp", config), RandomWeights(config, 0), "fp32"),
@@ -118,7 +120,7 @@ def test_widths_of_one_export(tmp_path, hidden_size, intermediate_size):
         lambda s: s.step({"a": [1]}),
     ],
 )
-def test_a_session_refuses_what_is_no_array_or_slot(tiny_bundle, call):
+def test_a_session_refuses_arguments_that_are_no_array_or_slot(tiny_bundle, call):
     with DecodeSession.open(tiny_bundle("model").folder) as session, pytest.raises(InputError):
         call(session)
 
@@ -130,7 +132,7 @@ def test_a_hostile_batch_is_refused(tiny_bundle, max_batch):
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-9, 1e9])
-def test_extreme_temperatures_draw_a_token(temperature):
+def test_extreme_temperatures_sample_a_token(temperature):
     logits = np.array([0.0, 30.0, -30.0], np.float32)
     token = Sampler(temperature=temperature)(logits)
     assert token == 1 if temperature < 1 else token in (0, 1, 2)

@@ -1,4 +1,4 @@
-"""The campaign of kills in small, and that it would see a loss; two writers and a reader at once."""
+"""A small campaign of kills loses nothing and would find a loss; so do two writers and a reader at once."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from exporter.spec.catalogue import CATALOGUE
 from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
 
+pytestmark = pytest.mark.slow
+
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 OVER_NOTHING, OVER_A_BUNDLE = COMMANDS[0], COMMANDS[1]
 
@@ -49,7 +51,7 @@ def test_a_kill_before_any_call_of_placing_or_at_a_random_moment_loses_nothing(s
     assert len(seen["states"]) >= 2
 
 
-def test_an_import_killed_right_after_its_last_rename_leaves_nothing_that_the_next_one_does_not_clear_up(tmp_path):
+def test_the_next_import_removes_leftovers_of_one_killed_right_after_its_last_rename(tmp_path):
     site = CheckpointSite(tmp_path)
     seen = kill_at_every_call(site, site.commands[0], only=range(20, 29, 4))
     assert seen["losses"] == []
@@ -57,18 +59,18 @@ def test_an_import_killed_right_after_its_last_rename_leaves_nothing_that_the_ne
 
 
 def in_two_steps(first: Path, second: Path) -> None:
-    """A replacement as one would write it at first: away with the old, then rename."""
+    """Replaces a folder without atomicity: removes the old one, then renames."""
     shutil.rmtree(second)
     os.rename(first, second)
 
 
-def test_the_campaign_sees_a_replacement_that_is_not_atomic(site, monkeypatch):
+def test_the_campaign_finds_a_replacement_that_is_not_atomic(site, monkeypatch):
     monkeypatch.setattr(exporter.placing.folders, "_exchange", in_two_steps)
     losses = kill_at_every_call(site, OVER_A_BUNDLE, only=range(30, 50, 4))["losses"]
     assert any("bundle" in loss for loss in losses), losses
 
 
-def test_the_campaign_sees_files_of_others_that_are_lost(site, monkeypatch):
+def test_the_campaign_finds_lost_files_of_others(site, monkeypatch):
     monkeypatch.setattr(exporter.placing.folders, "take_along", lambda old, new: None)
     monkeypatch.setattr(exporter.placing.folders, "take_latecomers", lambda old, new: None)
     losses = kill_at_every_call(site, OVER_A_BUNDLE, only=range(10, 20, 5))["losses"]
@@ -82,16 +84,16 @@ def test_two_exports_and_an_export_and_a_validation_at_once_end_in_one_whole_bun
         assert seen["losses"] == [], seen
 
 
-def test_readers_of_a_bundle_that_is_replaced_all_the_time_see_one_or_the_other(site, tmp_path):
+def test_readers_of_a_bundle_that_is_often_replaced_see_the_old_or_the_new_one(site, tmp_path):
     seen = race_readers(tmp_path, 15)
     assert seen["losses"] == [], seen
 
 
-# --- asked to end ------------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, number, tmp_path):
+def test_a_run_that_gets_a_signal_removes_its_files_and_exits_with_its_number(site, number, tmp_path):
     site.reset(OVER_A_BUNDLE)
     before, validating = contents(site.folder), tmp_path / "validating"
 
@@ -100,8 +102,8 @@ def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, num
         time.sleep(60)
 
     def body() -> int | None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in a shell's background ignores it
-        # else a slow parent finds the export done, and Python loses a signal in a destructor
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
+        # The export waits, so that a slow parent finds it running and no signal is lost in a destructor.
         exporter.export.validate_bundle = wait
         return OVER_A_BUNDLE.main(OVER_A_BUNDLE.line(site.target))
 
@@ -114,12 +116,12 @@ def test_a_run_that_is_asked_to_end_clears_up_and_says_by_which_signal(site, num
     assert contents(site.folder) == before
 
 
-# --- where the kernel cannot swap two folders --------------------------------------------------------------------------------
+# --- a kernel that cannot swap two folders ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def without_exchange(monkeypatch):
-    """A file system that has no renameat2 with an exchange."""
+    """A file system without the exchange of renameat2."""
     monkeypatch.setattr(exporter.placing.folders.ctypes, "CDLL", lambda *_, **__: object())
 
 
@@ -143,20 +145,19 @@ def test_a_run_killed_between_three_renames_loses_no_bundle(tmp_path, bundle, co
     old = identity(bundle)
     assert run_in_child(body) == -signal.SIGKILL
     with pytest.raises(RuntimeError), new_folder(bundle):
-        raise RuntimeError  # the next run fails, and still the bundle is back
+        raise RuntimeError  # the next run fails, and the bundle is restored
     assert identity(bundle) == (identity(component) if fatal == 3 else old)
     assert {path.name for path in tmp_path.iterdir()} == {"bundle", "component"}
 
 
-# --- a bundle that was replaced meanwhile ------------------------------------------------------------------------------------
+# --- a bundle that was replaced in the meantime -----------------------------------------------------------------
 
 
-def test_nothing_made_from_an_older_bundle_goes_into_the_one_that_replaced_it(tiny_bundle, bundle):
+def test_a_report_of_an_older_bundle_is_not_written_into_the_new_one(tiny_bundle, bundle):
     opened = exporter.bundle.bundle.Bundle.open(bundle)
     with new_folder(bundle) as folder:
-        shutil.copytree(
-            tiny_bundle("block").folder, folder, dirs_exist_ok=True
-        )  # the same one: it is still another export
+        # The same files, but another export.
+        shutil.copytree(tiny_bundle("block").folder, folder, dirs_exist_ok=True)
     before = contents(bundle)
     with pytest.raises(BundleError, match="an export has replaced it"), changing(opened):
         write_report(opened, {})
@@ -164,8 +165,8 @@ def test_nothing_made_from_an_older_bundle_goes_into_the_one_that_replaced_it(ti
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_what_an_import_has_started_ends_with_it(tmp_path):
-    """pip would go on after its import was killed, and write where the next one has cleared up."""
+def test_a_process_that_an_import_started_ends_with_the_import(tmp_path):
+    """pip would continue after its import was killed, and write into the folder of the next import."""
     started = tmp_path / "started"
 
     def body() -> int:
@@ -180,5 +181,5 @@ def test_what_an_import_has_started_ends_with_it(tmp_path):
     process = Path("/proc") / started.read_text().strip()
     deadline = time.monotonic() + 10
     while process.exists() and "Z (zombie)" not in (process / "status").read_text():
-        assert time.monotonic() < deadline, "it goes on"
+        assert time.monotonic() < deadline, "the process still runs"
         time.sleep(0.01)

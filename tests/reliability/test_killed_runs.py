@@ -1,4 +1,4 @@
-"""Runs that are killed or meet: the bundle folder is the old or the new, whole, and what they leave is removed."""
+"""Runs that are killed or run at once: the bundle is the whole old or the whole new one, and leftovers are removed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tests.support import bundle_folders
 from tests.support.bundle_folders import contents, identity
 from tests.support.checkpoint_folders import write_huggingface
 
+pytestmark = pytest.mark.slow
+
 bundle, component = bundle_folders.bundle, bundle_folders.component  # fixtures
 
 
@@ -32,17 +34,18 @@ def fill(target: Path, source: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bundle", "a [1]*"])
-def test_leftovers_of_a_killed_run_are_removed_and_those_of_others_are_not(tmp_path, component, name):
+def test_leftovers_of_a_killed_run_are_removed_and_other_folders_stay(tmp_path, component, name):
     for folder in (f".{name}.partial-x", ".other.partial-x", f"{name}.partial-x"):
         (tmp_path / folder).mkdir()
     fill(tmp_path / name, component)
     assert {path.name for path in tmp_path.iterdir()} == {name, "component", ".other.partial-x", f"{name}.partial-x"}
 
 
-def test_the_folder_of_a_run_that_lives_is_not_removed(tmp_path, component):
+def test_the_folder_of_a_live_run_is_not_removed(tmp_path, component):
     living = tmp_path / ".bundle.partial-x"
     living.mkdir()
-    hold = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    lock = "fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)"
+    hold = f"import fcntl, os, sys; {lock}; print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", hold, living], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
@@ -50,11 +53,11 @@ def test_the_folder_of_a_run_that_lives_is_not_removed(tmp_path, component):
         fill(tmp_path / "bundle", component)
         assert living.is_dir()
         holder.stdin.close()
-    fill(tmp_path / "bundle", component)  # the holder is dead
+    fill(tmp_path / "bundle", component)  # the process with the lock has ended
     assert not living.exists()
 
 
-def test_two_runs_at_once_both_end_well_and_the_later_one_wins(tmp_path, component, bundle):
+def test_two_runs_at_once_both_succeed_and_the_later_one_wins(tmp_path, component, bundle):
     with new_folder(tmp_path / "target") as slow:
         fill(tmp_path / "target", component)
         shutil.copytree(bundle, slow, dirs_exist_ok=True)
@@ -100,7 +103,7 @@ def test_a_run_killed_at_any_time_leaves_the_old_or_the_new_bundle(tmp_path, bun
         child = fork(fill_for_ever)
         time.sleep(delays.uniform(0.001, 0.06))
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL  # it was alive and well
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL  # it was still running
         Bundle.open(target, verify="full")
         assert identity(target) in (identity(bundle), identity(component))
 
@@ -112,18 +115,8 @@ def test_a_killed_export_leaves_no_bundle_or_the_old_or_a_whole_one(tmp_path, co
     target.parent.mkdir()
     if with_old:
         shutil.copytree(component, target)
-    command = [
-        sys.executable,
-        "-m",
-        "exporter",
-        "export",
-        "--checkpoint",
-        checkpoint,
-        "--unit",
-        "component:swiglu_mlp",
-        "-o",
-        target,
-    ]
+    unit = ["--checkpoint", checkpoint, "--unit", "component:swiglu_mlp"]
+    command = [sys.executable, "-m", "exporter", "export", *unit, "-o", target]
     delays = random.Random(with_old)
     for _ in range(2):
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:

@@ -1,14 +1,11 @@
-"""Hostile input: files and arguments that a stranger made, thousands of them from a seed, opened through every door there is.
+"""Hostile input: thousands of untrusted files and arguments, made from a seed and opened by every call and command.
 
+inputs      makers of hostile bundles, graphs, checkpoints and command lines
 values      hostile numbers, texts and trees; mutations of JSON
-originals   good bundles and checkpoints that the mutations start from
-graphs      model.onnx, its external data, model.onnx.data
-bundles     manifest.json, report.json, engines.json, the tokenizer, engine files
-checkpoints config.json, safetensors, shard indices, params.json, .pth
-arguments   command lines and prompts
-doors       what is opened: library calls and commands
-gates       how far each case came
-sandbox     the folder of a case, its secrets, and what must not have happened to them
-worker      runs cases in a process of its own
-campaign    watches workers: time, memory, crashes; sums up
+originals   good bundles and checkpoints that the inputs are made from
+doors       library calls and commands that open an input
+gates       counts how far each case comes
+sandbox     the folder of a case, its secrets, and checks that nothing else was read or changed
+case_worker runs cases in a process of its own
+campaign    watches the workers' time, memory and crashes, and sums up
 """

@@ -1,4 +1,4 @@
-"""Hands cases to workers and watches them: a case that takes too long, takes too much memory or ends its process is a fault."""
+"""Gives cases to workers and watches them. Too much time, too much memory or a dead process is a fault."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-CASE_SECONDS = 10.0  # of processor time, which a busy machine does not stretch; more is as good as a hang
-CASE_BYTES = 2 * 2**30  # more is a bomb
-KILL_CPU_SECONDS, KILL_BYTES = 30.0, 6 * 2**30  # then the worker is ended
-KILL_SECONDS = 300.0  # by the clock: then it waits for something that does not come
-LISTED = 40  # faults kept in words
+CASE_SECONDS = 10.0  # processor time, which does not grow on a busy machine; more is a fault
+CASE_BYTES = 2 * 2**30  # more is a fault
+KILL_CPU_SECONDS, KILL_BYTES = 30.0, 6 * 2**30  # limits at which the worker is killed
+KILL_SECONDS = 300.0  # wall time after which the worker waits for something that never comes, and is killed
+LISTED = 40  # faults listed in the record
 
 
 @dataclass
 class Tally:
-    """What is known of one kind of input."""
+    """Figures of one kind of input."""
 
     cases: int = 0
     outcomes: Counter = field(default_factory=Counter)
@@ -60,30 +60,14 @@ class Tally:
 
 
 class Worker:
-    """One worker process and the lines that it says."""
+    """One worker process and the lines that it prints."""
 
     def __init__(self, folder: Path, originals: Path, seed: int) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.campaigns.hostile_input.case_worker",
-            str(folder),
-            str(originals),
-            str(seed),
-        ]
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONFAULTHANDLER": "0",
-        }
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
+        module = "benchmarks.campaigns.hostile_input.case_worker"
+        command = [sys.executable, "-m", module, str(folder), str(originals), str(seed)]
+        settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "0"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=os.environ | settings)
         self._lines: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         self._answer(KILL_SECONDS)
@@ -94,17 +78,8 @@ class Worker:
         self._lines.put("")
 
     def run(self, kind: str, number: int) -> dict:
-        """The case's result; where the worker died or had to be ended, one that says so."""
+        """Runs a case and returns its result; the result is a fault where the worker died or was killed."""
         door = "input"
-        lost: dict = {
-            "kind": kind,
-            "number": number,
-            "outcomes": [],
-            "faults": [],
-            "gates": [],
-            "cpu_seconds": 0.0,
-            "memory_bytes": 0,
-        }
         try:
             self.process.stdin.write(json.dumps([kind, number]) + "\n")
             self.process.stdin.flush()
@@ -116,11 +91,13 @@ class Worker:
         except (BrokenPipeError, EOFError):
             what = f"crash: the process ended with {self.process.wait()}"
         except TimeoutError:
-            what = "hang: the process was ended"
+            what = "hang: the process was killed"
         except MemoryError:
-            what = "memory: the process was ended"
+            what = "memory: the process was killed"
         self.close()
-        return lost | {"outcomes": [(door, "killed")], "faults": [f"{door}: {what}"]}
+        figures = {"gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
+        outcome = {"outcomes": [(door, "killed")], "faults": [f"{door}: {what}"]}
+        return {"kind": kind, "number": number, **outcome, **figures}
 
     def _answer(self, seconds: float) -> dict:
         end, started = time.monotonic() + seconds, self._cpu_seconds()
@@ -153,13 +130,13 @@ class Worker:
 def run_campaign(
     cases: dict[str, int], seed: int, jobs: int, originals: Path, report: Callable[[dict], None] = lambda result: None
 ) -> dict:
-    """Runs so many cases of each kind; returns figures by kind and the faults found.
+    """Runs cases of each kind; returns figures by kind and the faults.
 
     Args:
-        cases: kind → how many.
-        seed: of everything; a case depends on it, its kind and its number alone.
-        jobs: workers at the same time.
-        originals: the folder of good bundles and checkpoints.
+        cases: kind → number of cases.
+        seed: seed for all inputs; a case depends only on the seed, its kind and its number.
+        jobs: number of workers at the same time.
+        originals: folder of good bundles and checkpoints.
         report: called with the result of each case.
     """
     tallies: dict[str, Tally] = defaultdict(Tally)
@@ -217,7 +194,7 @@ def _interleaved(cases: dict[str, int]) -> Iterator[tuple[str, int]]:
 
 
 def _judge(result: dict) -> None:
-    """Adds the faults that only a measure shows."""
+    """Adds the faults that the figures show: too much time or memory."""
     if result["cpu_seconds"] > CASE_SECONDS:
         result["faults"].append(f"{result['outcomes'][-1][0]}: slow: {result['cpu_seconds']:.1f} s")
     if result["memory_bytes"] > CASE_BYTES:
@@ -226,10 +203,9 @@ def _judge(result: dict) -> None:
 
 def _count(tally: Tally, result: dict, examples: dict[str, dict], report: Callable[[dict], Any]) -> None:
     tally.add(result)
+    kind, number = result["kind"], result["number"]
     for fault in result["faults"]:
         tally.faults[fault] += 1
-        examples.setdefault(
-            f"{result['kind']}: {fault.split(': ', 1)[1][:90]}",
-            {"kind": result["kind"], "number": result["number"], "fault": fault},
-        )
+        example = {"kind": kind, "number": number, "fault": fault}
+        examples.setdefault(f"{kind}: {fault.split(': ', 1)[1][:90]}", example)
     report(result)

@@ -1,6 +1,6 @@
-"""Runs cases one after the other in this process, as told on stdin, and says on stdout how each went.
+"""Runs cases one after the other: reads each from stdin and prints its result on stdout.
 
-A line in is `["kind", number]`; a line out is a JSON object. The parent ends a worker that is silent for too long.
+An input line is `["kind", number]`; an output line is a JSON object. The parent kills a worker that is silent too long.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from exporter.common.errors import CheckFailed, InputError, NumericalError
 from exporter.spec.catalogue import CATALOGUE
 
 KINDS = bundles.KINDS | checkpoints.KINDS | arguments.KINDS
-ADDRESS_SPACE = 12 * 2**30  # beyond what is mapped at the start: a net under everything, not the measure
+ADDRESS_SPACE = 12 * 2**30  # last limit, above the address space at the start; the parent's limits are lower
 CONTROL = set(map(chr, (*range(32), *range(127, 160)))) - set("\n\t\r")
 
 
 def run_case(kind: str, number: int, seed: int, originals: Path, sandbox: Sandbox, gates: Gates) -> dict:
-    """Makes the case's input and takes it through its doors."""
+    """Makes the input of a case and opens it through its doors; returns the result."""
     rng = Random(f"{seed}:{kind}:{number}")
     doors = KINDS[kind](originals, sandbox.make(), rng)
     result: dict = {
@@ -60,12 +60,8 @@ def run_case(kind: str, number: int, seed: int, originals: Path, sandbox: Sandbo
             except BaseException as error:
                 outcome = "traceback"
                 faults.append(f"traceback: {_place(error)}")
-        hears_itself = kind in arguments.KINDS  # argparse repeats what was typed
-        faults += (
-            []
-            if hears_itself
-            else [f"control character {c!r} in the messages" for c in sorted(CONTROL & set(said[0]))[:1]]
-        )
+        if kind not in arguments.KINDS:  # argparse repeats the arguments
+            faults += [f"control character {c!r} in the messages" for c in sorted(CONTROL & set(said[0]))[:1]]
         result["outcomes"].append((label, outcome))
         result["faults"] += [f"{label}: {fault}" for fault in faults]
         result["cpu_seconds"] = max(result["cpu_seconds"], time.process_time() - started)
@@ -80,7 +76,7 @@ def _outcome(code: int | None) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The error's type, its message, and the last line of the project that it came through."""
+    """Returns the error's type, its message, and the last line of the project's code in its traceback."""
     own = [
         f
         for f in traceback.extract_tb(error.__traceback__)
@@ -91,7 +87,7 @@ def _place(error: BaseException) -> str:
 
 
 def _start_memory() -> int:
-    """Forgets the highest resident size so far; returns the present one in bytes."""
+    """Resets the peak of the resident size; returns the present size in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -119,12 +115,12 @@ def main(folder: str, originals: str, seed: str) -> None:
         kind, number = json.loads(line)
         try:
             result = run_case(kind, number, int(seed), Path(originals), sandbox, gates)
-        except Exception as error:  # a case that could not be made must show, and not end the campaign
+        except Exception as error:  # a case whose input cannot be made must be reported, and the campaign must continue
             lost = {"outcomes": [], "gates": [], "cpu_seconds": 0.0, "memory_bytes": 0}
             result = {
                 "kind": kind,
                 "number": number,
-                "faults": [f"campaign: it failed itself: {_place(error)}"],
+                "faults": [f"campaign: the input could not be made: {_place(error)}"],
                 **lost,
             }
         print(json.dumps(result), flush=True)

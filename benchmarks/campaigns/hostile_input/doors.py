@@ -1,4 +1,4 @@
-"""What hostile input is opened through: library calls, and commands as they are typed."""
+"""Doors: the library calls and commands that open a hostile input."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAINS = {
     "engines": engines.commands.main.main,
     "runtime": runtime.commands.main.main,
 }
-Door = tuple[str, Callable[[Path], int | None]]  # label, and what to do with a case's folder
+Door = tuple[str, Callable[[Path], int | None]]  # label, and function of the case's folder
 INPUT, OUTPUT, OUTSIDE = "input", "out", "outside"  # folders of a case
 
 
 def command(stage: str, *arguments: str, label: str | None = None) -> Door:
-    """A command line, in which "{}" stands for the case's folder."""
+    """Returns the door of a command line; "{}" in an argument is replaced by the case's folder."""
 
     def run(root: Path) -> int:
         return MAINS[stage]([argument.replace("{}", str(root)) for argument in arguments])
@@ -63,7 +63,7 @@ def _session(backend: str) -> Door:
 
 
 def _session_over_doubles(root: Path) -> None:
-    """The TensorRT backend where there is no GPU: over the tests' doubles, whose engine has the content of `ENGINE` only."""
+    """Opens a TensorRT session without a GPU, with the tests' doubles; they accept an engine that equals `ENGINE`."""
     folder = root / INPUT
     bundle, cuda = Bundle.open(folder), CudaDouble()
     record = engine_record(bundle, 32)
@@ -82,7 +82,7 @@ def _session_over_doubles(root: Path) -> None:
 
 
 def _replace(root: Path) -> None:
-    """A new folder put in the hostile one's place, as an export does."""
+    """Replaces the hostile folder by a new one, as an export does."""
     with new_folder(root / INPUT) as folder:
         (folder / "manifest.json").write_text("{}")
 
@@ -106,39 +106,16 @@ REPORT = command("runtime", "report", "{}/input", "--prompt", "hello", "--max-ne
 INSPECT = command("engines", "inspect", "{}/input", "--format", "json")
 INSPECT_TABLE = command("engines", "inspect", "{}/input")
 BUILD = command("engines", "build", "{}/input", "--max-batch", "1", "--max-seq-len", "4", "--cache-capacity", "32")
-BUILD_ONNX = command(
-    "engines",
-    "build",
-    "--onnx",
-    "{}/input/model.onnx",
-    "-o",
-    "{}/out/engine",
-    "--cache-capacity",
-    "32",
-    "--max-seq-len",
-    "4",
-)
+SIZES = ("--cache-capacity", "32", "--max-seq-len", "4")
+BUILD_ONNX = command("engines", "build", "--onnx", "{}/input/model.onnx", "-o", "{}/out/engine", *SIZES)
 COMPARE = command("engines", "compare", "{}/input", "--cache-capacity", "8")
 OVER_DOUBLES = ("DecodeSession tensorrt (doubles)", _session_over_doubles)
-EXPORT = command(
-    "exporter",
-    "export",
-    "--checkpoint",
-    "{}/input",
-    "--unit",
-    "component:repeat_kv",
-    "-o",
-    "{}/out/bundle",
-    "--no-validate",
-)
-EXPORT_MODEL = command(
-    "exporter", "export", "--checkpoint", "{}/input", "--unit", "model", "-o", "{}/out/bundle", "--no-validate", "--max-positions", "16"
-)  # fmt: skip
-EXPORT_META = command(
-    "exporter", "export", "--checkpoint", "{}/input", "--model", META_NAME, "--unit", "component:rms_norm", "-o", "{}/out/bundle", "--no-validate"
-)  # fmt: skip
+EXPORT_INPUT = ("export", "--checkpoint", "{}/input", "-o", "{}/out/bundle", "--no-validate")
+EXPORT = command("exporter", *EXPORT_INPUT, "--unit", "component:repeat_kv")
+EXPORT_MODEL = command("exporter", *EXPORT_INPUT, "--unit", "model", "--max-positions", "16")
+EXPORT_META = command("exporter", *EXPORT_INPUT, "--model", META_NAME, "--unit", "component:rms_norm")
 
-# How often a door is taken; those that cost seconds are rare.
+# Door → weight in the draw; doors that take seconds have small weights.
 BUNDLE_DOORS = {
     OPEN: 6,
     OPEN_FULL: 6,
@@ -151,13 +128,22 @@ BUNDLE_DOORS = {
     REPLACE: 3,
 }
 GRAPH_DOORS = {
-    VERIFY: 8, SESSION: 10, DECODE: 3, EAGER: 1, GENERATE: 1, VALIDATE: 1, BY_LAYER: 0.5, INSPECT: 3, INSPECT_TABLE: 1, BUILD: 0.1, BUILD_ONNX: 2,
+    VERIFY: 8,
+    SESSION: 10,
+    DECODE: 3,
+    EAGER: 1,
+    GENERATE: 1,
+    VALIDATE: 1,
+    BY_LAYER: 0.5,
+    INSPECT: 3,
+    INSPECT_TABLE: 1,
+    BUILD: 0.1,
+    BUILD_ONNX: 2,
     COMPARE: 0.2,
-}  # fmt: skip
+}
 TEXT_DOORS = {OPEN_FULL: 1, GENERATE: 6, REPORT: 4, VERIFY: 1, VALIDATE: 0.3}
-FILE_DOORS = {
-    door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX
-}  # a file that somebody names may be a link
+# `build --onnx` names a file, which may be a link.
+FILE_DOORS = {door: weight for door, weight in GRAPH_DOORS.items() if door != BUILD_ONNX}
 ENGINE_DOORS = {
     VERIFY: 4,
     INSPECT: 1,
@@ -173,6 +159,6 @@ META_DOORS = {_checkpoint(META_NAME): 20, EXPORT_META: 0.5}
 
 
 def draw(doors: Mapping[Door, float], rng: Random, count: int) -> list[Door]:
-    """Some different doors, the likelier ones more often."""
+    """Draws `count` different doors; a larger weight makes a door more likely."""
     ranked = sorted(doors, key=lambda door: rng.random() ** (1 / doors[door]), reverse=True)
     return ranked[:count]

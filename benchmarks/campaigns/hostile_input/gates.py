@@ -1,4 +1,4 @@
-"""How far a case came: the steps of opening and running that it passed, counted where they are made."""
+"""Gates: the steps of opening and running that a case passes. Wrappers around the project's functions count them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ GATES = {
 
 
 class Gates:
-    """Counters around the functions of GATES; `passed` is emptied by whoever reads it."""
+    """Counts calls of the functions in GATES. The reader of `passed` clears it."""
 
     def __init__(self) -> None:
         self.passed: Counter[str] = Counter()
@@ -68,7 +68,7 @@ class Gates:
         setattr(owner, name, classmethod(wrapped) if isinstance(raw, classmethod) else wrapped)
 
     def _wrap_function(self, function: Any, name: str, gate: str, when: str) -> None:
-        """Every module of the project that has the function by name gets the counted one."""
+        """Replaces the function by the counted one in every module of the project that imported it."""
         counted = self._counted(function, gate, when)
         for module in list(sys.modules.values()):
             package = getattr(module, "__name__", "").partition(".")[0]

@@ -1,4 +1,4 @@
-"""Good bundles and checkpoints of tiny models, which the mutations start from; made once a campaign."""
+"""Makes good bundles and checkpoints of tiny models, once for each campaign. Hostile inputs are made from them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ TINY = ModelConfig(
 META = dataclasses.replace(TINY, intermediate_size=256)
 MAX_POSITIONS = 64
 META_NAME = "tiny-for-campaigns"
-CATALOGUE_ENTRY = {META_NAME: META}  # a Meta folder needs a catalogue name; workers add it
+CATALOGUE_ENTRY = {META_NAME: META}  # a Meta folder needs a name in the catalogue; workers add this one
 
 
 @dataclass(frozen=True)
 class Original:
-    """What one good bundle covers and how it is stored."""
+    """The unit and the storage of one good bundle."""
 
     unit: str
     dtype: str
     logits: str | None = None
     cache: str = "in_place"
     n_parts: int = 1
-    weights: str | None = None  # the integers that its matrices are stored in
+    weights: str | None = None  # integer type of the stored matrices
 
 
 ORIGINALS = {
@@ -61,7 +61,7 @@ ORIGINALS = {
 
 
 def write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer with a few merges, inside of TINY's vocabulary."""
+    """Writes a byte-level tokenizer with a few merges; its tokens are in TINY's vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)} | {"he": 256, "ll": 257}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("h", "e"), ("l", "l")]))
@@ -70,7 +70,7 @@ def write_tokenizer(path: Path) -> None:
 
 
 def make_originals(folder: Path, names: tuple[str, ...] = tuple(ORIGINALS)) -> None:
-    """Writes the checkpoints, the named bundles out of one of them, and an engine into "half" where TensorRT-RTX is installed."""
+    """Writes the checkpoints, the named bundles of one of them, and an engine into the bundle "half"."""
     CATALOGUE.update(CATALOGUE_ENTRY)
     for name, shards in (("huggingface", 1), ("sharded", 2)):
         write_huggingface(folder / name, TINY, shards=shards)
@@ -82,7 +82,8 @@ def make_originals(folder: Path, names: tuple[str, ...] = tuple(ORIGINALS)) -> N
         unit = Unit.parse(original.unit, checkpoint.config, None, original.logits, original.cache)
         request = ExportRequest(
             checkpoint.config, unit, checkpoint.weights, original.dtype, MAX_POSITIONS,
-            end_token_ids=checkpoint.end_token_ids, tokenizer_files=checkpoint.tokenizer_files, n_parts=original.n_parts,
+            end_token_ids=checkpoint.end_token_ids, tokenizer_files=checkpoint.tokenizer_files,
+            n_parts=original.n_parts,
             weight_format=WeightFormat(original.weights) if original.weights else None,
         )  # fmt: skip
         export_bundle(request, folder / name, validated=name == "model")
@@ -95,8 +96,8 @@ def _write_meta(folder: Path) -> None:
     for index, shard in enumerate(meta_shards(META, RandomWeights(META, 0), 2)):
         torch.save(shard, folder / f"consolidated.{index:02d}.pth")
     write_json(folder / "params.json", {
-        "dim": META.hidden_size, "n_layers": META.n_layers, "n_heads": META.n_heads, "n_kv_heads": META.n_kv_heads, "vocab_size": META.vocab_size,
-        "multiple_of": 256, "norm_eps": META.norm_eps, "rope_theta": META.rope_theta,
+        "dim": META.hidden_size, "n_layers": META.n_layers, "n_heads": META.n_heads, "n_kv_heads": META.n_kv_heads,
+        "vocab_size": META.vocab_size, "multiple_of": 256, "norm_eps": META.norm_eps, "rope_theta": META.rope_theta,
     })  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The folder of one case, what lies outside of its input, and what must not have happened by the end of it."""
+"""The folder of one case: its input, files outside of it, and checks that those were neither read nor changed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ FORBIDDEN_EVENTS = (
     "pty.spawn",
 )
 FORBIDDEN_PATHS = ("/etc/hostname", "/proc/self/environ", "/proc/self/mem", "/dev/zero")
-LONG_AGO = 946_684_800  # an access time that any read would renew
+LONG_AGO = 946_684_800  # an access time that any read updates
 
 
 class Watch:
-    """Audit events of one process: what it opens and starts. Hooks stay for good, so there is one watch a process."""
+    """Watches the audit events of a process: opened files and started programs. One is enough, since hooks stay."""
 
     def __init__(self) -> None:
         self.outside = ""
@@ -49,14 +49,14 @@ class Watch:
 
 @dataclass
 class Sandbox:
-    """A folder with the case's input, an empty output folder, an empty working folder, and secrets outside of all of them."""
+    """A folder with a case's input, an empty output folder, an empty working folder, and secrets outside of them."""
 
     root: Path
     watch: Watch
     files: list[Path] = field(default_factory=list)
 
     def make(self) -> Path:
-        """Empties the folder; returns where the input goes."""
+        """Empties the folder; returns the place for the input."""
         shutil.rmtree(self.root, ignore_errors=True)
         for name in (OUTPUT, OUTSIDE, "cwd", "tmp"):
             (self.root / name).mkdir(parents=True)
@@ -70,9 +70,11 @@ class Sandbox:
 
     @contextlib.contextmanager
     def closed(self, faults: list[str], said: list[str]) -> Iterator[None]:
-        """Runs the body with its output taken away; faults found at the end are added to `faults`.
+        """Captures the body's output, then checks the folder.
 
-        `said` receives what was written to stderr.
+        Args:
+            faults: list that receives the faults.
+            said: list that receives the text written to stderr.
         """
         for path in self.files:
             os.utime(path, (LONG_AGO, path.stat().st_mtime))
@@ -89,18 +91,11 @@ class Sandbox:
             said.append(streams.messages)
         faults += [f"forbidden: {event}" for event in self.watch.seen]
         faults += [f"outside: {path.name} was read" for path in self.files if path.stat().st_atime > LONG_AGO + 1]
-        faults += [
-            f"outside: {p.name} was changed"
-            for p, was in before.items()
-            if (p.stat().st_size, p.stat().st_mtime_ns) != was
-        ]
-        strangers = set(os.listdir(self.root)) - names | set(os.listdir(self.root / OUTSIDE)) - {
-            path.name for path in self.files
-        }
-        faults += [
-            f"written outside of the output folder: {name}"
-            for name in sorted(strangers | set(os.listdir(self.root / "cwd")))
-        ]
+        after = {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in self.files}
+        faults += [f"outside: {path.name} was changed" for path in self.files if after[path] != before[path]]
+        new = set(os.listdir(self.root)) - names | set(os.listdir(self.root / "cwd"))
+        new |= set(os.listdir(self.root / OUTSIDE)) - {path.name for path in self.files}
+        faults += [f"written outside of the output folder: {name}" for name in sorted(new)]
         if SECRET in streams.text:
             faults.append("the secret is in the messages")
         if self._secret_in_outputs():
@@ -112,7 +107,7 @@ class Sandbox:
 
 
 class _Streams:
-    """stdout and stderr as a terminal in a UTF-8 locale takes them; file descriptor 2 goes to a file, for libraries in C++."""
+    """Captures stdout and stderr, encoded as in a UTF-8 terminal, and file descriptor 2 for C++ libraries."""
 
     def __init__(self, native: Path) -> None:
         self._native, self.text, self.messages = native, "", ""

@@ -1,4 +1,4 @@
-"""Hostile values, and seeded mutations of JSON documents as data and as text."""
+"""Hostile values, and random mutations of JSON documents as data and as text."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 SECRET = "q7-planted-secret-which-nothing-may-repeat"
 FOREIGN_PATHS = (
-    "../outside/secret.json", "../outside/secret.bin", "/etc/hostname", "/proc/self/environ", "/dev/zero", "./../outside/secret.bin",
-    "part0/../../outside/secret.bin", "sub/../../outside/secret.bin", "..", ".", "", "/", "link.bin", "folder", "pipe", "manifest.json",
-    "model.onnx", "..\\outside\\secret.bin", "model.onnx.data\0", "file:///etc/hostname", "~/secret", "*",
+    "../outside/secret.json", "../outside/secret.bin", "/etc/hostname", "/proc/self/environ", "/dev/zero",
+    "./../outside/secret.bin", "part0/../../outside/secret.bin", "sub/../../outside/secret.bin", "..", ".", "", "/",
+    "link.bin", "folder", "pipe", "manifest.json", "model.onnx", "..\\outside\\secret.bin", "model.onnx.data\0",
+    "file:///etc/hostname", "~/secret", "*",
 )  # fmt: skip
 
 
 def deep(depth: int, leaf: Any = 0) -> Any:
-    """Lists in lists."""
+    """Returns lists in lists, `depth` deep."""
     for _ in range(depth):
         leaf = [leaf]
     return leaf
 
 
 NUMBERS = (
-    0, 1, -1, 2, 3, 7, 255, 65_536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**8, 10**30, 10**400, 0.5, -0.0,
-    1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
+    0, 1, -1, 2, 3, 7, 255, 65_536, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, -(2**63), 10**8,
+    10**30, 10**400, 0.5, -0.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
 TEXTS = (
-    "a", "fp16", "model", "x" * 100_000, "\ud800", "\0", "\x1b]0;owned\x07\x1b[31m", "[/bold]", "[link=x]", "two\nlines", "{}", "%s%n", "١", "−1",
-    "1" * 5000, "0x10", "1e5", "NaN", "--help", "-o", "\u202egpj.exe", "é" * 300,
+    "a", "fp16", "model", "x" * 100_000, "\ud800", "\0", "\x1b]0;owned\x07\x1b[31m", "[/bold]", "[link=x]",
+    "two\nlines", "{}", "%s%n", "١", "−1", "1" * 5000, "0x10", "1e5", "NaN", "--help", "-o", "\u202egpj.exe", "é" * 300,
 )  # fmt: skip
 TREES = (
     None,
@@ -48,12 +49,12 @@ TREES = (
 
 
 def hostile_value(rng: Random) -> Any:
-    """One of many, deep copies where they can be changed."""
+    """Returns a random hostile value; a mutable one is a deep copy."""
     return copy.deepcopy(rng.choice(rng.choice((NUMBERS, NUMBERS, TEXTS, FOREIGN_PATHS, TREES))))
 
 
 def _places(data: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) below a document's root."""
+    """Returns every (container, key) below the root of a document."""
     found, queue = [], [data]
     while queue:
         container = queue.pop()
@@ -66,7 +67,7 @@ def _places(data: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate(data: Any, rng: Random) -> Any:
-    """The document with one to three changes somewhere in it; changed in place where it can be."""
+    """Returns the document with one to three random changes; changes it in place where possible."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places = _places(data) if isinstance(data, dict | list) else []
         if not places or rng.random() < 0.01:
@@ -97,12 +98,12 @@ def _change(container: Any, key: Any, places: list, rng: Random) -> None:
 
 
 def to_text(data: Any) -> bytes:
-    """JSON as a stranger writes it: any number, lone surrogates as escapes."""
+    """Returns JSON with any numbers, and lone surrogates as escapes."""
     return json.dumps(data).encode()
 
 
 def damage_text(text: bytes, rng: Random) -> bytes:
-    """A JSON text that is no longer quite one, or one that parsers disagree about."""
+    """Returns damaged JSON, or JSON that parsers disagree about."""
     how = rng.randrange(10)
     at = rng.randrange(len(text) + 1)
     if how == 0:
@@ -128,7 +129,7 @@ def damage_text(text: bytes, rng: Random) -> bytes:
 
 
 def flip_bytes(data: bytes, rng: Random) -> bytes:
-    """Some bits turned, a run zeroed, repeated, cut out or put in."""
+    """Returns the bytes with some bits flipped, or with a run zeroed, repeated, removed or inserted."""
     changed = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 5, 20))):
         if not changed:

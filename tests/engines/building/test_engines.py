@@ -28,6 +28,8 @@ from exporter.spec.tensors import OPSET
 from exporter.spec.unit import COMPONENTS, Unit
 from tests.conftest import TINY
 
+pytestmark = pytest.mark.slow
+
 SMALL = BuildRequest(max_batch=2, max_seq_len=8, cache_capacity=32)
 
 

@@ -27,6 +27,8 @@ from exporter.placing.temporaries import temporary_file
 from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
 
+pytestmark = pytest.mark.slow
+
 ENGINE = "model.c64.tensorrt-rtx.engine"
 SHAPES = {  # of the tiny block's inputs, by the size of batch, sequence and total
     which: {

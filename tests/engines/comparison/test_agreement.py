@@ -14,6 +14,8 @@ from exporter.bundle.tokenizer import encode, open_tokenizer
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.tolerances import agreement_floor
 
+pytestmark = pytest.mark.slow
+
 N_PROMPTS, N_TOKENS, CAPACITY = 4, 8, 64
 
 

@@ -19,6 +19,8 @@ from exporter.model.weights import RoundedWeights
 from tests.support import planted_faults
 from tests.support.planted_faults import doctored, scale_weight
 
+pytestmark = pytest.mark.slow
+
 LAYER = 1
 
 

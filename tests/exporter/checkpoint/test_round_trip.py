@@ -16,6 +16,8 @@ from exporter.spec.unit import Unit
 from tests.conftest import TINY
 from tests.support.checkpoint_folders import meta_shards, write_huggingface
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def opened(smollm2_checkpoint):

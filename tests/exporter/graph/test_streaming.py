@@ -23,6 +23,8 @@ from exporter.validation.bundle_validation import validate_bundle
 from tests.conftest import TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
+pytestmark = pytest.mark.slow
+
 # 0.8 GB of bf16 weights: an export that kept them in memory would break the ceiling. Imports alone fill half of it.
 DEEP = ModelConfig(
     hidden_size=2048,

@@ -35,6 +35,8 @@ from exporter.validation.reference_weights import reference_weights
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 
+pytestmark = pytest.mark.slow
+
 SIGNED = ("int8", "int4")
 FORMATS = pytest.mark.parametrize("name", WEIGHT_FORMATS)
 

@@ -18,6 +18,8 @@ from tests.conftest import ROOT, TINY
 from tests.support.bundle_folders import IDENTITY_FILES, contents
 from tests.support.checkpoint_folders import write_huggingface
 
+pytestmark = pytest.mark.slow
+
 EXPORTS = {
     "block": ["--dtype", "bf16"],
     "parts": ["--unit", "stack", "--layers", "2", "--parts", "2"],

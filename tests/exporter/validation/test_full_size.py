@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights, RoundedWeights
@@ -12,6 +13,8 @@ from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.validation.tolerances import tolerance
 from runtime import DecodeSession
+
+pytestmark = pytest.mark.slow
 
 
 def test_llama3_8b_block(tmp_path):

@@ -10,6 +10,8 @@ from runtime import DecodeSession
 from runtime.text.generation import Generation
 from runtime.text.sampling import Sampler
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",

@@ -27,6 +27,8 @@ from tests.support.slot_sessions import (
     tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS, CAPACITY = 4, 16
 Tokens = tuple[int, ...]
 

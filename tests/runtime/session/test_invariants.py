@@ -23,6 +23,8 @@ from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.support.cuda_double import double_session
 
+pytestmark = pytest.mark.slow
+
 CAPACITY = 24
 TOLERANCE = 2e-5  # float32 sums in another order; 2e-6 was the largest seen
 FEW = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

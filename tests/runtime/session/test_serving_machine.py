@@ -21,6 +21,8 @@ from runtime.policy.launches import unpadded_launches
 from runtime.state import SlotState
 from tests.support.slot_sessions import DeviceLost, cache_bits, every_backend, fill, near, recompute, row_of, unchanged
 
+pytestmark = pytest.mark.slow
+
 SMALL = ModelConfig(
     hidden_size=32,
     n_layers=2,

@@ -1,1 +1,1 @@
-"""Makers of hostile inputs: each copies a good original into a folder and changes it at random from a seed."""
+"""Makers of hostile inputs. Each copies a good original and changes it at random, from a seed."""

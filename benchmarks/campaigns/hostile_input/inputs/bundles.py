@@ -1,4 +1,4 @@
-"""Hostile bundles: one kind for each file of a folder, and the manifest sealed again, since anyone can compute a SHA-256."""
+"""Hostile bundles: one kind for each file of a bundle. Often the manifest's checksums are made right again."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ PLAIN = (
 
 
 def copy(originals: Path, folder: Path, rng: Random, names: tuple[str, ...] = PLAIN) -> str:
-    """Copies one of the originals that are there to `folder`; returns its name."""
+    """Copies a random existing original to `folder`; returns its name."""
     name = rng.choice([name for name in names if (originals / name).is_dir()])
     shutil.copytree(originals / name, folder)
     return name
 
 
 def seal(folder: Path, rng: Random, how_often: float = 0.95) -> None:
-    """Writes the sizes and checksums of the files as they are into the manifest, where it can still be read."""
+    """Writes the present sizes and checksums of the files into the manifest, if the manifest can still be read."""
     path = folder / "manifest.json"
     if rng.random() > how_often or path.is_symlink() or not path.is_file() or path.stat().st_size > 2**20:
         return
@@ -95,7 +95,7 @@ def manifest(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """A manifest whose numbers changed together, so that it agrees with itself, over a graph that is another's."""
+    """Makes a manifest whose numbers agree with each other but not with the graph."""
     copy(originals, folder, rng)
     path = folder / "manifest.json"
     data = json.loads(path.read_text())
@@ -105,11 +105,10 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
         if key in config:
             value = config[key]
             plain = isinstance(value, int) and not isinstance(value, bool)
-            config[key] = (
-                rng.choice((value * 2, value + 1, max(1, value // 2), 2**31 - 1, 10**6))
-                if plain
-                else hostile_value(rng)
-            )
+            if plain:
+                config[key] = rng.choice((value * 2, value + 1, max(1, value // 2), 2**31 - 1, 10**6))
+            else:
+                config[key] = hostile_value(rng)
         elif key == "unit":
             data["unit"][rng.choice(list(data["unit"]))] = rng.choice(
                 (1, 2, 0, 10**9, "stack", "model", "all", "growing", None)
@@ -138,7 +137,7 @@ def geometry(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def _restate_tensors(data: dict) -> None:
-    """Makes inputs, outputs and cache pairs those of the changed config, where it is one."""
+    """Changes inputs, outputs and cache pairs to those of the changed config, if the config is valid."""
     from exporter.spec.catalogue import ModelConfig
     from exporter.spec.tensors import graph_contract
     from exporter.spec.unit import Unit
@@ -189,7 +188,7 @@ def tokenizer(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def other_json(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """report.json, genai_config.json."""
+    """Changes report.json or genai_config.json."""
     name = copy(originals, folder, rng, ("model", "growing"))
     mutate_json_file(folder / ("genai_config.json" if name == "growing" else "report.json"), rng)
     seal(folder, rng)
@@ -197,7 +196,7 @@ def other_json(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def engines(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """engines.json and the engine's file."""
+    """Changes engines.json or the engine's file."""
     copy(originals, folder, rng, ("half",))
     engine = next(path for path in folder.iterdir() if path.suffix == ".engine")
     records = folder / "engines.json"
@@ -214,7 +213,7 @@ def engines(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def _mutate_engine(engine: Path, records: Path, rng: Random) -> None:
-    """Another content or another kind of file under the engine's name, and a record that agrees."""
+    """Replaces the engine by other content or another kind of file, with a record that matches."""
     if rng.random() < 0.5:
         content = engine.read_bytes()
         engine.write_bytes(
@@ -238,6 +237,12 @@ def _mutate_engine(engine: Path, records: Path, rng: Random) -> None:
 
 
 KINDS = {
-    "manifest": manifest, "geometry": geometry, "graph": graph, "external data": external_data, "data file": data_file, "tokenizer": tokenizer,
-    "report and genai config": other_json, "engines": engines,
-}  # fmt: skip
+    "manifest": manifest,
+    "geometry": geometry,
+    "graph": graph,
+    "external data": external_data,
+    "data file": data_file,
+    "tokenizer": tokenizer,
+    "report and genai config": other_json,
+    "engines": engines,
+}

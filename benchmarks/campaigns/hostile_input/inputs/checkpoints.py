@@ -1,4 +1,4 @@
-"""Hostile checkpoints: config.json, safetensors and their index, params.json, and .pth files that carry code."""
+"""Hostile checkpoints: config.json, safetensors and their index, params.json, and .pth files with code in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, flip_bytes,
 
 
 def _other_file(path: Path, rng: Random) -> None:
-    """Weights may lie behind a link, wherever their owner keeps them; so none of these is a link to the secret."""
+    """Replaces a file by another kind of file, but no link to the secret: weights may be behind a link anywhere."""
     mutate_data(path, rng, links_out=False)
 
 
@@ -30,7 +30,7 @@ def _copy(originals: Path, folder: Path, name: str) -> None:
 
 
 def config(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """config.json, generation_config.json or the tokenizer's files."""
+    """Changes config.json, generation_config.json or the tokenizer's files."""
     _copy(originals, folder, "huggingface")
     how = rng.random()
     if how < 0.75:
@@ -113,11 +113,11 @@ def index(originals: Path, folder: Path, rng: Random) -> list[Door]:
     return draw(HUGGINGFACE_DOORS, rng, 1)
 
 
-# --- Meta --------------------------------------------------------------------------------------------------------------
+# --- Meta -------------------------------------------------------------------------------------------------------
 
 
 class _Call:
-    """Pickles as a call, which a plain unpickler would make."""
+    """Pickles as a call that a plain unpickler makes."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self._call = function, arguments
@@ -134,8 +134,9 @@ def _payloads(canary: Path) -> list[Any]:
     touch = f"open({str(canary)!r}, 'w').close()"
     return [
         _Call(os.system, f"touch '{canary}'"), _Call(builtins.exec, touch), _Call(builtins.eval, f"exec({touch!r})"),
-        _Call(subprocess.Popen, ("touch", str(canary))), _Call(open, str(canary), "w"), _Call(bytearray, 2**36), _Call(torch.zeros, 2**33),
-        _Call(getattr, "text", "format"), _Call(torch.Size, (2**40,)), _Call(os.mkfifo, str(canary)), _Call(print, "x"),
+        _Call(subprocess.Popen, ("touch", str(canary))), _Call(open, str(canary), "w"), _Call(bytearray, 2**36),
+        _Call(torch.zeros, 2**33), _Call(getattr, "text", "format"), _Call(torch.Size, (2**40,)),
+        _Call(os.mkfifo, str(canary)), _Call(print, "x"),
         _Call(torch._utils._rebuild_parameter, torch.zeros(2), True, {}), _Call(__import__, "antigravity"),
     ]  # fmt: skip
 
@@ -147,7 +148,7 @@ def params(originals: Path, folder: Path, rng: Random) -> list[Door]:
 
 
 def pth(originals: Path, folder: Path, rng: Random) -> list[Door]:
-    """A shard of strange tensors, of code in either format, or of a zip archive that lies."""
+    """Makes a shard of unusual tensors, of code, or of a zip archive with false entries."""
     _copy(originals, folder, "meta")
     path = folder / rng.choice(("consolidated.00.pth", "consolidated.01.pth"))
     rng.choice((_strange_tensors, _code, _legacy_code, _damaged_zip, _lying_zip, _lying_pickle, _other_file))(path, rng)
@@ -160,11 +161,13 @@ def _strange_tensors(path: Path, rng: Random) -> None:
     tensor = shard[name]
     shard[name] = rng.choice(
         (
-            tensor.to_sparse(), torch.empty(tensor.shape, device="meta"), tensor.double(), tensor.to(torch.int8), tensor.to(torch.complex64),
-            torch.zeros(1).expand(tensor.shape), tensor[:0], torch.zeros(()), torch.zeros(1).expand(2**40), torch.zeros(1).expand(2**20, 64),
-            torch.nn.Parameter(tensor), torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), tensor.to(torch.float8_e4m3fn),
-            torch.full_like(tensor, float("nan")), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), tensor.t().contiguous().t(),
-            [tensor], {"a": tensor}, "text", None, tensor.to_sparse_csr() if tensor.dim() == 2 else tensor.to_sparse(), torch.Size([1, 2]),
+            tensor.to_sparse(), torch.empty(tensor.shape, device="meta"), tensor.double(), tensor.to(torch.int8),
+            tensor.to(torch.complex64), torch.zeros(1).expand(tensor.shape), tensor[:0], torch.zeros(()),
+            torch.zeros(1).expand(2**40), torch.zeros(1).expand(2**20, 64), torch.nn.Parameter(tensor),
+            torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), tensor.to(torch.float8_e4m3fn),
+            torch.full_like(tensor, float("nan")), torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+            tensor.t().contiguous().t(), [tensor], {"a": tensor}, "text", None,
+            tensor.to_sparse_csr() if tensor.dim() == 2 else tensor.to_sparse(), torch.Size([1, 2]),
             tensor.conj() if tensor.is_complex() else tensor.requires_grad_(),
         )
     )  # fmt: skip
@@ -204,7 +207,7 @@ def _records(path: Path) -> dict[str, bytes]:
 
 
 def _lying_zip(path: Path, rng: Random) -> None:
-    """A bomb, doubled names, names out of the archive, records that are missing or compressed."""
+    """Writes an archive with a bomb, missing, shortened or compressed records, or names that lead out of it."""
     records = _records(path)
     prefix = next(iter(records)).partition("/")[0]
     how = rng.randrange(6)
@@ -231,7 +234,7 @@ def _lying_zip(path: Path, rng: Random) -> None:
 
 
 def _lying_pickle(path: Path, rng: Random) -> None:
-    """The pickle inside of the archive with other opcodes and numbers: sizes, strides, offsets, globals."""
+    """Changes opcodes and numbers of the pickle in the archive: sizes, strides, offsets, globals."""
     records = _records(path)
     name = next(name for name in records if name.endswith("data.pkl"))
     content = records[name]

@@ -13,7 +13,7 @@ from benchmarks.campaigns.hostile_input.values import flip_bytes
 
 
 def mutate_data(path: Path, rng: Random, links_out: bool = True) -> None:
-    """Replaces a file by something shorter, longer, poisoned, or by what is no file of the folder's own."""
+    """Replaces a file by a shorter, longer or poisoned one, by a link, or by a pipe, folder or socket."""
     content = path.read_bytes()
     how = rng.choice([how for how in range(12) if links_out or how != 4])
     outside = (

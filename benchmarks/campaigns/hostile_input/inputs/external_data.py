@@ -24,7 +24,7 @@ def _where(tensor: TensorProto) -> dict[str, str]:
 
 
 def elsewhere(model: ModelProto, rng: Random) -> None:
-    """Another location; one tensor's or everyone's."""
+    """Changes the location of one tensor or of all tensors."""
     location = rng.choice(FOREIGN_PATHS)
     one = _external(model, rng)
     for tensor in [one] if rng.random() < 0.8 else [t for t in model.graph.initializer if t.external_data]:
@@ -33,7 +33,8 @@ def elsewhere(model: ModelProto, rng: Random) -> None:
 
 
 NUMBERS = (
-    "-1", "-4096", "0", "1", "4095", "4096", "1e3", "", " 8", "0x10", "nan", "9" * 30, "9" * 5000, str(2**63 - 1), str(2**64), "١", "1_0", "+16",
+    "-1", "-4096", "0", "1", "4095", "4096", "1e3", "", " 8", "0x10", "nan", "9" * 30, "9" * 5000, str(2**63 - 1),
+    str(2**64), "١", "1_0", "+16",
 )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def other_keys(model: ModelProto, rng: Random) -> None:
 
 
 def other_dims(model: ModelProto, rng: Random) -> None:
-    """Dims or a type that its bytes are not of."""
+    """Changes dims or type, so that they do not match the bytes."""
     tensor = _external(model, rng)
     if rng.random() < 0.5 and tensor.dims:
         tensor.dims[rng.randrange(len(tensor.dims))] = rng.choice(HUGE)
@@ -76,7 +77,7 @@ EXTERNAL_MUTATIONS = (
 
 
 def mutate_external(path: Path, rng: Random) -> None:
-    """Points weights of a graph file elsewhere, or says other places, sizes and lengths of them."""
+    """Changes files, offsets and lengths of the weights in a graph file."""
     model = onnx.load_from_string(path.read_bytes())
     for _ in range(rng.choice((1, 1, 2))):
         rng.choice(EXTERNAL_MUTATIONS)(model, rng)

@@ -16,14 +16,15 @@ from benchmarks.campaigns.hostile_input.values import FOREIGN_PATHS, SECRET, fli
 
 HUGE = (0, -1, 1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 1_000_000)
 OPERATORS = (
-    "", "Loop", "If", "Scan", "ConstantOfShape", "Tile", "Expand", "Range", "Concat", "MatMul", "Attention", "TensorScatter", "Slice", "Gather",
-    "Reshape", "Transpose", "Cast", "StringConcat", "Resize", "NonZero", "RandomNormal", "OneHot", "Pad", "SequenceEmpty", "Nope", "x" * 5000,
+    "", "Loop", "If", "Scan", "ConstantOfShape", "Tile", "Expand", "Range", "Concat", "MatMul", "Attention",
+    "TensorScatter", "Slice", "Gather", "Reshape", "Transpose", "Cast", "StringConcat", "Resize", "NonZero",
+    "RandomNormal", "OneHot", "Pad", "SequenceEmpty", "Nope", "x" * 5000,
 )  # fmt: skip
 DOMAINS = ("ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc", "evil", "\0", "x" * 1000)
 
 
 def mutate_graph(path: Path, rng: Random) -> None:
-    """Changes a graph file: mostly as a protobuf, sometimes as bytes, sometimes both."""
+    """Changes a graph file as a protobuf, as bytes, or both."""
     data = path.read_bytes()
     if rng.random() < 0.75:
         model = onnx.load_from_string(data)
@@ -63,7 +64,7 @@ def shuffle_nodes(model: ModelProto, rng: Random) -> None:
 
 
 def rewire(model: ModelProto, rng: Random) -> None:
-    """Any value of the graph as an input of any node: wrong types, and cycles."""
+    """Makes a random value of the graph an input of a random node; this gives wrong types and cycles."""
     node = _node(model, rng)
     if node.input:
         node.input[rng.randrange(len(node.input))] = rng.choice(
@@ -103,7 +104,7 @@ def foreign_name(model: ModelProto, rng: Random) -> None:
 
 
 def attribute(model: ModelProto, rng: Random) -> None:
-    """An attribute of another value, type or name, or one too many."""
+    """Gives a node an attribute of another value, type or name, or one too many."""
     node = _node(model, rng)
     values = (
         *HUGE,
@@ -130,7 +131,7 @@ def attribute(model: ModelProto, rng: Random) -> None:
 
 
 def subgraph(model: ModelProto, rng: Random) -> None:
-    """A graph in an attribute, possibly nested, possibly with data from outside."""
+    """Adds a graph in an attribute, at times nested, with data from outside."""
     inner = GraphProto(name="inner")
     tensor = inner.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[4])
     point_outside(tensor, rng.choice(FOREIGN_PATHS), 0, 16)
@@ -146,7 +147,7 @@ def subgraph(model: ModelProto, rng: Random) -> None:
 
 
 def function(model: ModelProto, rng: Random) -> None:
-    """A model-local function, possibly one that calls itself, under a name that hides a standard operator."""
+    """Adds a model-local function; it may call itself and may have the name of a standard operator."""
     name, domain = rng.choice(("MatMul", "Add", "Own")), rng.choice(("", "own"))
     body = [helper.make_node(rng.choice((name, "Add")), ["a", "a"], ["b"], domain=domain)]
     model.functions.append(helper.make_function(domain, name, ["a"], ["b"], body, list(model.opset_import)))
@@ -167,7 +168,7 @@ def versions(model: ModelProto, rng: Random) -> None:
 
 
 def interface(model: ModelProto, rng: Random) -> None:
-    """Another input or output: gone, doubled, renamed, of another type, rank or size."""
+    """Removes, doubles or renames an input or output, or changes its type, rank or size."""
     values = rng.choice((model.graph.input, model.graph.output, model.graph.value_info))
     if not values:
         return
@@ -191,7 +192,7 @@ def interface(model: ModelProto, rng: Random) -> None:
 
 
 def initializer(model: ModelProto, rng: Random) -> None:
-    """Dims, type or content that do not belong together, names used twice or not at all."""
+    """Gives a tensor dims, type or content that do not match, or another tensor's name."""
     if not model.graph.initializer:
         return
     tensor, how = rng.choice(model.graph.initializer), rng.randrange(7)
@@ -216,7 +217,7 @@ def initializer(model: ModelProto, rng: Random) -> None:
 
 
 def other_constant(model: ModelProto, rng: Random) -> None:
-    """Another number in a constant that some shape, range or slice is made of."""
+    """Changes a number in a constant that a shape, range or slice uses."""
     constants = [t for t in model.graph.initializer if t.data_type == TensorProto.INT64 and len(t.raw_data) >= 8]
     if constants:
         tensor = rng.choice(constants)
@@ -232,7 +233,7 @@ def sparse(model: ModelProto, rng: Random) -> None:
 
 
 def bomb(model: ModelProto, rng: Random) -> None:
-    """Little that becomes much: a fill, an expansion, a range, a chain of doublings or of outer sums."""
+    """Adds nodes that need huge memory: a fill, an expansion, a range, a chain of doublings or of outer products."""
     graph, kind = model.graph, rng.randrange(5)
     many = rng.choice((2**28, 2**33, 2**40))
     graph.initializer.append(numpy_helper.from_array(np.array([many], np.int64), "bomb.shape"))
@@ -259,12 +260,12 @@ def bomb(model: ModelProto, rng: Random) -> None:
             last = f"bomb.{i}"
     for index, node in enumerate(made):
         graph.node.insert(index, node)
-    if rng.random() < 0.5 and graph.output:  # wanted by somebody
+    if rng.random() < 0.5 and graph.output:  # an output needs it
         graph.output.append(helper.make_tensor_value_info(made[-1].output[0], TensorProto.INT64, None))
 
 
 def extras(model: ModelProto, rng: Random) -> None:
-    """Parts of the format that no export uses."""
+    """Adds parts of the format that no export uses."""
     how = rng.randrange(4)
     if how == 0:
         training = model.training_info.add()
@@ -294,7 +295,7 @@ def constant_from_outside(model: ModelProto, rng: Random) -> None:
 
 
 GRAPH_MUTATIONS: tuple[Callable[[ModelProto, Random], None], ...] = (
-    delete_node, repeat_node, shuffle_nodes, rewire, rewire, rename_output, drop_ends, many_ends, other_operator, other_domain, foreign_name,
-    attribute, attribute, subgraph, function, versions, interface, interface, initializer, initializer, other_constant, other_constant, sparse,
-    bomb, extras, constant_from_outside,
+    delete_node, repeat_node, shuffle_nodes, rewire, rewire, rename_output, drop_ends, many_ends, other_operator,
+    other_domain, foreign_name, attribute, attribute, subgraph, function, versions, interface, interface, initializer,
+    initializer, other_constant, other_constant, sparse, bomb, extras, constant_from_outside,
 )  # fmt: skip
