@@ -329,7 +329,7 @@ def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
             n_lost = int((~converted.isfinite()).sum())
             raise CheckpointError(
                 f"weight {name}: {n_lost} of its values do not fit {dtype}, "
-                f"the largest is {float(block.abs().max()):.3g}; export with --dtype bf16 or fp32"
+                f"the largest is {float(block.abs().max()):.3g}; export with dtype bf16 or fp32"
             )
         place.copy_(converted)
         if block.dtype != place.dtype:

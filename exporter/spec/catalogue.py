@@ -245,6 +245,6 @@ def lookup(name: str) -> ModelConfig:
     if name not in CATALOGUE:
         known = ", ".join(CATALOGUE)
         raise InputError(
-            f"model: got {name!r}, expected one of {known}; for another model give its --checkpoint folder"
+            f"model: got {name!r}, expected one of {known}; for another model give the folder of its checkpoint"
         )
     return CATALOGUE[name]

@@ -43,7 +43,7 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
         raise InputError(
             f"cache_capacity: this graph was exported for {max_positions} positions "
             f"and a cache holds a multiple of {step}; "
-            f"export again with --max-positions of at least {step}"
+            f"export again with max_positions of at least {step}"
         )
     if cache_capacity is None:
         return min(DEFAULT_CACHE_CAPACITY, largest)
@@ -55,7 +55,7 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
         raise InputError(
             f"cache_capacity: got {cache_capacity}{rounded}, expected at most {max_positions}, "
             f"the positions this graph was exported for; ask for at most {largest} "
-            "or export again with a larger --max-positions"
+            "or export again with a larger max_positions"
         )
     return capacity
 

@@ -75,11 +75,11 @@ class Unit:
         if single and stop - first != 1:
             raise InputError(
                 f"layers: got {layers!r} for unit {text}, expected one layer such as {first}:{first + 1}; "
-                "use --unit stack for several"
+                "use the unit stack for several"
             )
         if kind == "model" and first:
             raise InputError(
-                f"layers: got {layers!r} for a model, which starts at layer 0; use --unit stack for a slice"
+                f"layers: got {layers!r} for a model, which starts at layer 0; use the unit stack for a slice"
             )
         return cls(kind, component or None, first, stop - first, logits, cache)
 

@@ -77,7 +77,7 @@ class WeightFormat:
             fix = (
                 f"use {largest} or a smaller power of two"
                 if largest >= 16
-                else "this model has no such size: export it without --weights"
+                else "this model has no such size: export it without a weight format"
             )
             raise InputError(
                 f"block size: got {size}, which does not divide the matrices' inputs {sorted(widths)}; {fix}"

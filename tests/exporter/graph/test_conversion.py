@@ -44,7 +44,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, value, dtype):
 def test_a_value_beyond_half_precision_is_refused_with_its_size_and_the_fix(tmp_path):
     with pytest.raises(
         CheckpointError,
-        match=rf"{NAME}: 1 of its values do not fit fp16, the largest is 7e\+04; export with --dtype bf16",
+        match=rf"{NAME}: 1 of its values do not fit fp16, the largest is 7e\+04; export with dtype bf16 or fp32",
     ):
         export(tmp_path, 70_000.0, "fp16")
     export(tmp_path, 70_000.0, "bf16")
