@@ -1,8 +1,8 @@
 """Reads Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run.
 
-The rows of q and k are already in Meta's order. The .pth files are pickles, so opening one takes care. First, every name
-in the pickle is compared with the few names that a file of tensors needs. Then torch's restricted unpickler reads the
-pickle, which runs no code. The file is mapped, so a tensor's values are read only when a caller asks for them.
+The rows of q and k are already in Meta's order. The .pth files are pickles, so opening one takes care. First, every
+name in the pickle is compared with the few names that a file of tensors needs. Then torch's restricted unpickler reads
+the pickle, which runs no code. The file is mapped, so a tensor's values are read only when a caller asks for them.
 """
 
 from __future__ import annotations
