@@ -20,7 +20,7 @@ from tests.project.rooms import ROOMS
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
 PURE = (  # rooms or modules that the runtime reads bundles through
     *("spec", "costs/ledger", "common/errors", "common/documents", "common/wire"),
-    *("bundle/graph_form", "bundle/manifest", "bundle/bundle"),
+    *("bundle/graph_form", "bundle/graph_messages", "bundle/manifest", "bundle/bundle"),
 )
 
 

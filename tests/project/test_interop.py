@@ -114,7 +114,7 @@ def test_what_needs_a_cache_in_place_refuses_it_by_name(growing, tmp_path, capsy
         lambda: build_bundle(bundle, choose_backend("tensorrt-rtx"), BuildRequest()),
         lambda: compare_bundle(bundle, CompareRequest()),
     ):
-        with pytest.raises(InputError, match=r"its cache grows.*without --cache growing"):
+        with pytest.raises(InputError, match=r'its cache grows.*again with cache="in_place"'):
             call()
     for arguments in (["--unit", "block"], ["--unit", "model", "--logits", "last"]):
         assert (
