@@ -247,7 +247,8 @@ def check_format_version(data: object, newest: int, subject: str, remedy: str) -
         writer = f"{data['producer']!s:.60}" if "producer" in data else "a newer blockline"
         raise BundleError(
             f"{subject}: got format_version {version!r:.40}, expected {newest}, "
-            f"the newest that blockline {__version__} reads; it was written by {writer}: install that, or {remedy} with this one"
+            f"the newest that blockline {__version__} reads; it was written by {writer}: "
+            f"install that, or {remedy} with this one"
         )
 
 

@@ -38,8 +38,8 @@ def meta_name(name: str) -> str:
 
 
 def _stored_name(name: str, layers: str, column: int) -> str:
-    stem = name.removesuffix(".weight")
-    if stem in _MODEL_NAMES:
-        return f"{_MODEL_NAMES[stem][column]}.weight"
-    _, layer, part = stem.split(".", 2)
-    return f"{layers}.{layer}.{_LAYER_NAMES[part][column]}.weight"
+    module, _, kind = name.rpartition(".")
+    if module in _MODEL_NAMES:
+        return f"{_MODEL_NAMES[module][column]}.{kind}"
+    _, layer, part = module.split(".", 2)
+    return f"{layers}.{layer}.{_LAYER_NAMES[part][column]}.{kind}"
