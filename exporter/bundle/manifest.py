@@ -56,7 +56,7 @@ class Manifest:
         end_token_ids: tokens that end a generation; empty unless the unit is a model with a tokenizer.
         contract: the graph's inputs, outputs and cache pairs; where there are parts, those of all parts together.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
-        parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
+        parts: layers of each part, first and one after the last, where the unit has several graphs; else empty.
         weight_format: how matrices are stored where it is not in `dtype`.
     """
 

@@ -50,7 +50,7 @@ def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise InputError("output: got an empty path, expected a folder to make; give its path")
     if not is_text(target):
         raise InputError(
-            f"output {target}: its path is not valid UTF-8, and onnx and onnxruntime open no other; choose another output"
+            f"output {target}: its path is not valid UTF-8, which onnx and onnxruntime need; choose another output"
         )
     target, missing = Path(os.path.realpath(target)), []
     try:
