@@ -47,7 +47,7 @@ def parts_within(
             return n_parts
     raise InputError(
         f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, "
-        "which compiling one layer takes"
+        "what compiling one layer takes"
     )
 
 
