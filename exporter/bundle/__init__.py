@@ -1,1 +1,1 @@
-"""The bundle: the folder that one stage hands to the next, and the files in it."""
+"""The bundle: the folder that one stage passes to the next, and the files in it."""

@@ -1,9 +1,9 @@
-"""The bundle: a folder that one stage hands to the next, written whole or not at all.
+"""The bundle: a folder that one stage passes to the next, written completely or not at all.
 
     model.onnx  model.onnx.data  manifest.json  report.json  engines.json  engines  tokenizer files
 
-manifest.json says what the bundle is (`exporter.bundle.manifest`); report.json what was measured; engines.json what was compiled from it.
-This module needs no torch and no onnx.
+manifest.json describes the bundle (`exporter.bundle.manifest`), report.json has its measurements, and engines.json
+lists the engines that were compiled from it. This module needs no torch and no onnx.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 REPORT_FILE = "report.json"
 ENGINES_FILE = "engines.json"
-VERIFY = ("graph", "full")  # which checksums opening takes: the graph's, or every file's
+VERIFY = ("graph", "full")  # the checksums that opening takes: of the graph, or of every file
 
 _REPORT_REMEDY = "remove it and run `python -m exporter validate {}` again"
 
@@ -36,10 +36,10 @@ class Bundle:
     """An opened bundle.
 
     Attributes:
-        folder: where it lies.
-        manifest: what it is.
-        whole: the bundle that this one is a part of.
-        written: which file the manifest was read from (device, inode, change time), to tell a bundle from one that replaced it.
+        folder: its folder.
+        manifest: its manifest.
+        whole: the bundle that this one is a part of; None where it is no part.
+        written: device, inode and change time of the manifest's file, which differ in a bundle that replaced this one.
     """
 
     folder: Path
@@ -49,15 +49,17 @@ class Bundle:
 
     @classmethod
     def open(cls, folder: str | Path, verify: str = "graph") -> Bundle:
-        """Opens a bundle and checks its files against the manifest; one that is replaced meanwhile is opened anew.
+        """Opens a bundle and checks its files against the manifest. If another run replaces the bundle, it starts
+        again.
 
         Args:
             folder: the bundle's folder.
             verify: "graph" checks every size and the checksum of model.onnx; "full" every checksum.
 
         Raises:
-            BundleError: a file is missing, truncated, changed or leads out of the folder, the manifest cannot be read, or the
-                graph is not of the form that exports have.
+            InputError: `verify` is unknown, or `folder` is no path.
+            BundleError: a file is missing, truncated, changed or leads out of the folder, the manifest cannot be read,
+                or the graph does not have the form of exports.
         """
         if verify not in VERIFY:
             raise InputError(f"verify: got {verify!r}, expected one of {', '.join(VERIFY)}")
@@ -70,23 +72,17 @@ class Bundle:
             if _written(bundle.folder / MANIFEST_FILE) == bundle.written:
                 break  # else an export has replaced the folder since its manifest was read
         if damaged:
-            raise BundleError(
-                together(f"bundle {bundle.folder}", [f"{name} {problem}" for name, problem in damaged.items()])
-            )
+            problems = [f"{name} {problem}" for name, problem in damaged.items()]
+            raise BundleError(together(f"bundle {bundle.folder}", problems))
         for name, problem in misshapen.items():
             raise BundleError(f"{bundle.folder / name}: {problem}; export the bundle again")
-        log.info(
-            "%s: %s, %s, weights of %.1f MiB",
-            bundle.folder,
-            bundle.manifest.unit,
-            bundle.manifest.dtype,
-            bundle.manifest.weights_bytes / 2**20,
-        )
+        manifest, mib = bundle.manifest, bundle.manifest.weights_bytes / 2**20
+        log.info("%s: %s, %s, weights of %.1f MiB", bundle.folder, manifest.unit, manifest.dtype, mib)
         return bundle
 
     @classmethod
     def read(cls, folder: str | Path) -> Bundle:
-        """Reads a bundle's manifest and looks at no other file; `open` is what stages use.
+        """Reads a bundle's manifest and no other file. The stages use `open`, which also checks the files.
 
         Raises:
             InputError: `folder` is no path.
@@ -101,46 +97,43 @@ class Bundle:
                 f"bundle {folder}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; rename it"
             )
         if not path.is_file():
-            what = (
-                "no such folder"
-                if not folder.exists()
-                else "not a folder"
-                if not folder.is_dir()
-                else f"it holds no {MANIFEST_FILE}"
-            )
+            what = "not a folder" if folder.exists() else "no such folder"
+            if folder.is_dir():
+                what = f"it holds no {MANIFEST_FILE}"
             raise BundleError(f"bundle {folder}: {what}; make one with `python -m exporter export … -o {folder}`")
         written = _written(path)
         return cls(folder, Manifest.read(folder), written=written)
 
     def check_unchanged(self) -> None:
-        """Refuses what was read from a bundle's folder if the folder was replaced since the bundle was opened.
+        """Checks that nothing has replaced the bundle's folder since the bundle was opened.
 
         Raises:
-            BundleError: another bundle, or the same one written anew, is there now.
+            BundleError: another bundle, or a new export of the same one, is there now.
         """
         whole = self.whole or self
         if whole.written is not None and _written(whole.folder / MANIFEST_FILE) != whole.written:
             raise BundleError(
-                f"bundle {whole.folder}: an export has replaced it since it was opened; what was begun with it is void; run again"
+                f"bundle {whole.folder}: an export has replaced it since it was opened; the result is void; run again"
             )
 
     def problems(self, verify: str) -> tuple[dict[str, str], dict[str, str]]:
-        """What is wrong with the files that the manifest lists, and in what graphs are not of the form of exports, both by name.
+        """Returns the problems of the files that the manifest lists, and of graphs without the form of exports.
 
-        A graph is looked into only where its files are there and whole, and data are hashed last, where their graph says how much
-        of them there is.
+        The form of a graph is checked only where its files are complete. The checksums of data are taken last, and only
+        where the graph has the expected form.
 
         Args:
-            verify: "graph" takes the checksums of graphs, "full" those of all files.
+            verify: "graph" takes the checksums of graphs, "full" takes those of all files.
+
+        Returns:
+            File name → problem of the file, and file name → problem of the graph's form.
         """
         graphs = [name for name in self.manifest.files if name.rpartition("/")[2] == GRAPH_FILE]
         damaged = self.file_problems(graphs)
         misshapen = self._form_problems(damaged)
         if verify == "full":
-            others = [
-                name for name in self.manifest.files if name not in graphs and graph_beside(name) not in misshapen
-            ]
-            damaged |= self.file_problems(others)
+            others = (name for name in self.manifest.files if name not in graphs)
+            damaged |= self.file_problems([name for name in others if graph_beside(name) not in misshapen])
         return damaged, misshapen
 
     def _form_problems(self, damaged: Collection[str]) -> dict[str, str]:
@@ -153,16 +146,15 @@ class Bundle:
                 check_graph_form(part.graph_path, part.manifest)
             except ValueError as error:
                 found[graph] = str(error)
-            except OSError as error:  # where an export replaces the folder at this moment
+            except OSError as error:  # an export may replace the folder at this moment
                 found[graph] = f"it cannot be read ({error.strerror})"
         return found
 
     def file_problems(self, checksums: Collection[str]) -> dict[str, str]:
-        """What is wrong with the files that the manifest lists, by name: all that are missing, of another size or, where
-        asked, of another checksum.
+        """Returns file name → problem for the files that are missing, of another size or of another checksum.
 
         Args:
-            checksums: names of the files to hash.
+            checksums: names of the files whose checksum is taken.
         """
         problems = {}
         for name, entry in self.manifest.files.items():
@@ -173,21 +165,22 @@ class Bundle:
                 if not is_inside(path, self.folder):
                     problems[name] = "is a link that leads out of the folder; put the file itself there"
                     continue
-                if (size := path.stat().st_size) != entry["size_bytes"]:
+                size, expected = path.stat().st_size, entry["size_bytes"]
+                if size != expected:
                     problems[name] = (
-                        f"has {size:,} bytes, expected {entry['size_bytes']:,}; it was truncated or replaced; export again"
+                        f"has {size:,} bytes, expected {expected:,}; it was truncated or replaced; export again"
                     )
                 elif graph_beside(name) == name and size > LARGEST_BYTES:
                     problems[name] = f"has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again"
                 elif name in checksums and sha256_of(path) != entry["sha256"]:
                     problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
-            except FileNotFoundError:  # also where an export replaces the folder at this moment
+            except FileNotFoundError:  # an export may also replace the folder at this moment
                 problems[name] = "is missing; restore it or export the bundle again"
         return problems
 
     @property
     def parts(self) -> list[Bundle]:
-        """The bundle itself, or one bundle for each part where the unit lies in several graphs."""
+        """The bundle itself, or one bundle for each part where the unit has several graphs."""
         if not self.manifest.parts:
             return [self]
         return [
@@ -197,7 +190,7 @@ class Bundle:
 
     @property
     def largest_engine(self) -> int:
-        """Bytes that no engine of this bundle reaches: they hold the weights once, and kernels."""
+        """Upper bound of an engine's bytes: an engine holds the weights once, and kernels."""
         return 4 * self.manifest.weights_bytes + 2**31
 
     @property
@@ -206,45 +199,40 @@ class Bundle:
 
     @property
     def lineage(self) -> dict[str, str]:
-        """SHA-256 of the graph and of its weights: what an engine records as its origin."""
+        """SHA-256 of the graph and of its weights, which an engine records as its origin."""
         return {name: self.manifest.files[name]["sha256"] for name in (GRAPH_FILE, DATA_FILE)}
 
     def read_report(self) -> dict:
-        """What was measured of this bundle; empty where nothing was.
+        """Returns the measurements of this bundle; empty where there is no report.
 
         Raises:
             BundleError: the report is damaged.
         """
-        path = self.folder / REPORT_FILE
+        path, remedy = self.folder / REPORT_FILE, _REPORT_REMEDY.format(self.folder)
         if not path.is_file():
             return {}
         try:
             report = read_document(path)
         except (OSError, ValueError) as error:
-            raise BundleError(
-                f"{path}: not JSON that can be read ({str(error)[:300]}); {_REPORT_REMEDY.format(self.folder)}"
-            ) from None
+            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); {remedy}") from None
         if not isinstance(report, dict):
-            raise BundleError(
-                f"{path}: got a JSON {type(report).__name__}, expected an object; {_REPORT_REMEDY.format(self.folder)}"
-            )
+            raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {remedy}")
         if not isinstance(report.get("validation", {}), dict):
-            raise BundleError(
-                f"{path}: got {short(report['validation'])} at validation, expected an object; {_REPORT_REMEDY.format(self.folder)}"
-            )
+            found = short(report["validation"])
+            raise BundleError(f"{path}: got {found} at validation, expected an object; {remedy}")
         return report
 
 
 def check_in_place(bundle: Bundle) -> None:
-    """Refuses a bundle whose cache grows, where it must be updated in place.
+    """Checks that a bundle's cache is updated in place.
 
     Raises:
-        InputError: names the runtimes such a bundle is for.
+        InputError: the cache grows; the message names the runtimes for such a bundle.
     """
     if bundle.manifest.unit.cache != "in_place":
         raise InputError(
-            f"bundle {bundle.folder}: its cache grows, expected one updated in place; it is for optimum and onnxruntime-genai, "
-            "export another one without --cache growing"
+            f"bundle {bundle.folder}: its cache grows, expected one updated in place; optimum and onnxruntime-genai "
+            'run such bundles; export it again with cache="in_place"'
         )
 
 
@@ -257,10 +245,11 @@ def _written(path: Path) -> tuple[int, int, int]:
 
 
 def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file's content in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_entry(path: Path, sha256: str | None = None) -> dict:
-    """The manifest's record of one file; its checksum is taken unless the writer already knows it."""
+    """Returns the manifest's record of one file. It takes the checksum unless the writer already has it."""
     return {"size_bytes": path.stat().st_size, "sha256": sha256 or sha256_of(path)}

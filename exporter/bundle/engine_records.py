@@ -1,4 +1,7 @@
-"""engines.json as data: one record per engine of a bundle, what of it is not as recorded. Building and using engines is `engines`' own."""
+"""Reads, writes and checks engines.json, which has one record for each engine of a bundle.
+
+The package `engines` builds and runs the engines.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +19,28 @@ from exporter.spec.catalogue import short
 FORMAT_VERSION = 1
 ENGINES_KEYS = ("format_version", "engines")
 OPTION_KEYS = (
-    "workspace_mib", "builder_optimization_level", "timing_cache", "version_compatible", "hardware_compatibility", "strip_plan", "refit",
-    "profiling_verbosity", "tf32",
-)  # fmt: skip
+    *("workspace_mib", "builder_optimization_level", "timing_cache", "version_compatible", "hardware_compatibility"),
+    *("strip_plan", "refit", "profiling_verbosity", "tf32"),
+)
 PROFILE_KEYS, RANGE_KEYS = ("name", "ranges"), ("min", "opt", "max")
 
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """What is known of one engine.
+    """The record of one engine.
 
     Attributes:
         file, size_bytes, sha256: the engine's file in the folder.
-        graph_file: the ONNX file with the capacity fixed that it was built from.
+        graph_file: the ONNX file with fixed capacity that the engine was built from.
         backend, version: "tensorrt" or "tensorrt-rtx", and its version.
-        compute_capability: of the GPU it was built on, or None where it is portable.
-        portability: the GPUs it is meant for, in words.
-        profiles: names and ranges.
+        compute_capability: compute capability of the GPU it was built on; None where the engine is portable.
+        portability: the GPUs that it can run on, as text.
+        profiles: names and ranges of its optimization profiles.
         cache_capacity: cache rows per sequence; None where the graph has no cache.
         dtypes: tensor name → dtype of every input and output.
-        lineage: SHA-256 of the graph and weights it came from, by file name.
-        options: how it was built.
-        build_seconds, peak_memory_bytes: what the build took.
+        lineage: file name → SHA-256 of the graph and the weights it was built from.
+        options: the options of the build.
+        build_seconds, peak_memory_bytes: time and memory of the build.
     """
 
     file: str
@@ -57,10 +60,10 @@ class EngineRecord:
     peak_memory_bytes: int
 
     def decode_capacity(self) -> int:
-        """Cache rows per sequence of an engine to decode with.
+        """Returns the cache rows per sequence of an engine that decodes.
 
         Raises:
-            BundleError: it has none.
+            BundleError: the engine has no cache.
         """
         if self.cache_capacity is None:
             raise BundleError(
@@ -73,7 +76,7 @@ RECORD_KEYS = tuple(field.name for field in fields(EngineRecord))
 
 
 def read_records(folder: Path) -> list[EngineRecord]:
-    """The records of a folder, none where there is no engines.json.
+    """Returns the records of a folder; none where there is no engines.json.
 
     Raises:
         BundleError: engines.json is damaged or of an unknown format.
@@ -101,12 +104,16 @@ def read_records(folder: Path) -> list[EngineRecord]:
 
 
 def records_json(records: list[EngineRecord]) -> str:
-    """The content of engines.json; equal records give equal bytes."""
+    """Returns the content of engines.json. Equal records give equal bytes."""
     return to_json({"format_version": FORMAT_VERSION, "engines": [asdict(record) for record in records]})
 
 
 def _typed(record: EngineRecord) -> EngineRecord:
-    """The record, its values of the kinds that its fields say; raises TypeError where they are not."""
+    """Returns the record after a check of its values.
+
+    Raises:
+        TypeError: a value has another type than its field, or is out of range.
+    """
     kinds: dict[Any, tuple[str, ...]] = {
         str: ("file", "sha256", "graph_file", "backend", "version", "portability"),
         dict: ("dtypes", "lineage", "options"),
@@ -128,18 +135,20 @@ def _typed(record: EngineRecord) -> EngineRecord:
         raise TypeError("a dtype is no text")
     if set(record.options) != set(OPTION_KEYS):
         raise TypeError(f"options {sorted(set(record.options) ^ set(OPTION_KEYS))} are unknown or missing")
-    if not all(
-        0 <= value < 2**63
-        for value in (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)
-    ):
-        raise TypeError("it holds numbers that nothing can have")
+    numbers = (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)
+    if not all(0 <= value < 2**63 for value in numbers):
+        raise TypeError("it holds numbers out of range")
     for profile in record.profiles:
         _check_profile(profile)
     return record
 
 
 def _check_profile(profile: dict) -> None:
-    """Raises TypeError where a profile is not a name and ranges of whole numbers."""
+    """Checks that a profile is a name and ranges of whole numbers.
+
+    Raises:
+        TypeError: it has another form.
+    """
     if set(profile) != set(PROFILE_KEYS) or not isinstance(profile["name"], str):
         raise TypeError(f"a profile is {sorted(profile)}, expected {', '.join(PROFILE_KEYS)}")
     for name, shapes in profile["ranges"].items():
@@ -150,26 +159,36 @@ def _check_profile(profile: dict) -> None:
 
 
 def file_problem(folder: Path, record: EngineRecord, verify: str = "size") -> str | None:
-    """What is wrong with an engine's file: it is missing, of another size or, with verify="full", of another checksum."""
+    """Returns the problem of an engine's file; None where there is none.
+
+    Args:
+        folder: the bundle's folder.
+        record: the engine's record.
+        verify: "size" compares the size; "full" also compares the checksum.
+    """
     path = folder / record.file
     if not path.is_file():
         return "it is missing; build again"
     if not is_inside(path, folder):
         return "it is a link that leads out of the folder; build again"
-    if path.stat().st_size != record.size_bytes:
-        return f"it is not the file that was built ({path.stat().st_size:,} bytes, expected {record.size_bytes:,}); build again"
+    size = path.stat().st_size
+    if size != record.size_bytes:
+        return f"it is not the file that was built ({size:,} bytes, expected {record.size_bytes:,}); build again"
     if verify == "full" and sha256_of(path) != record.sha256:
         return "it is not the file that was built (another SHA-256); build again"
     return None
 
 
 def size_problem(bundle: Bundle, record: EngineRecord) -> str | None:
-    """What is wrong with the size that a record says: of more than weights and kernels can have, nothing is hashed or loaded."""
+    """Returns the problem of the size in a record; None where there is none.
+
+    A file larger than weights and kernels can be is neither hashed nor loaded.
+    """
     if record.size_bytes > bundle.largest_engine:
         return f"it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again"
     return None
 
 
 def changed_origins(bundle: Bundle, record: EngineRecord) -> list[str]:
-    """Which of a bundle's graph and weights are not those that an engine was built from."""
+    """Returns the names of those files, graph or weights, that differ from what an engine was built from."""
     return sorted(name for name, checksum in bundle.lineage.items() if record.lineage.get(name) != checksum)

@@ -1,4 +1,4 @@
-"""What other runtimes need beside a growing-cache graph: onnxruntime-genai's genai_config.json."""
+"""Makes genai_config.json, which onnxruntime-genai needs beside a graph whose cache grows."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from exporter.spec.catalogue import ModelConfig
 
 
 def genai_config(config: ModelConfig, max_positions: int, end_token_ids: tuple[int, ...], graph_file: str) -> dict:
-    """The configuration that onnxruntime-genai reads (documented at onnxruntime.ai/docs/genai/reference/config).
+    """Returns the configuration that onnxruntime-genai reads (documented at
+    onnxruntime.ai/docs/genai/reference/config).
 
-    Past and present are tensors apart, so `past_present_share_buffer` is false. A graph has rotations for 2 · max_positions
-    positions; a sequence is held to max_positions, as everywhere else.
+    Past and present are separate tensors, so `past_present_share_buffer` is false. A graph has rotations for
+    2 · max_positions positions, but a sequence has at most max_positions tokens.
     """
     end = list(end_token_ids)
+    begin = end[0] if end else 0  # genai requires a value; the tokenizer adds its own begin token to a prompt
     return {
         "model": {
             "type": "llama",
-            "bos_token_id": end[0]
-            if end
-            else 0,  # genai wants one; prompts are encoded by the tokenizer, which adds its own
+            "bos_token_id": begin,
             "eos_token_id": end[0] if len(end) == 1 else end,
             "pad_token_id": end[0] if end else 0,
             "context_length": max_positions,

@@ -1,7 +1,7 @@
-"""The manifest: what a bundle is, as one file. Parsed, held against itself, and written, always in the same bytes.
+"""The manifest: one file that describes a bundle. This module reads, checks and writes it, in the same bytes always.
 
-It names every file that makes the bundle what it is; what lies beside them in the folder is `exporter.bundle.bundle`'s. This module needs
-no torch and no onnx.
+The manifest lists the graph, its data and the tokenizer files. `exporter.bundle.bundle` reads the other files of the
+folder. This module needs no torch and no onnx.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ GENAI_CONFIG_FILE = "genai_config.json"
 OTHER_FILES = (GENAI_CONFIG_FILE, *TOKENIZER_FILES)
 
 MANIFEST_KEYS = (
-    "format_version", "producer", "unit", "config", "dtype", "attention_dtype", "weight_format", "opset", "max_positions", "weights",
-    "end_token_ids", "inputs", "outputs", "cache_pairs", "parts", "files",
-)  # fmt: skip
+    *("format_version", "producer", "unit", "config", "dtype", "attention_dtype", "weight_format", "opset"),
+    *("max_positions", "weights", "end_token_ids", "inputs", "outputs", "cache_pairs", "parts", "files"),
+)
 UNIT_KEYS, CONFIG_KEYS, ROPE_SCALING_KEYS, TENSOR_KEYS, WEIGHT_FORMAT_KEYS = (
     tuple(field.name for field in fields(kind)) for kind in (Unit, ModelConfig, RopeScaling, TensorSpec, WeightFormat)
 )
-ADDED_KEYS: dict[str, Any] = {
-    "parts": [],
-    "weight_format": None,
-}  # within format 1, with what held before; older manifests lack them
+# Keys that format 1 gained later, with the values that older manifests imply.
+ADDED_KEYS: dict[str, Any] = {"parts": [], "weight_format": None}
 ADDED_UNIT_KEYS = {"cache": "in_place"}
 WEIGHTS_KEYS = {"random": ("source", "seed"), "checkpoint": ("source",)}
 FILE_KEYS = ("size_bytes", "sha256")
@@ -53,9 +51,9 @@ class Manifest:
         spec: the identity of the graph: geometry, unit, dtypes, positions and format of the weights.
         weights: {"source": "random", "seed": n} or {"source": "checkpoint"}.
         end_token_ids: tokens that end a generation; empty unless the unit is a model with a tokenizer.
-        contract: the graph's inputs, outputs and cache pairs; of a unit in parts, those of all parts as one.
+        contract: the graph's inputs, outputs and cache pairs; where there are parts, those of all parts together.
         files: file name → {"size_bytes", "sha256"} of the graph, its data and the tokenizer.
-        parts: layers of each part, first and one after the last, where the unit lies in several graphs; else empty.
+        parts: layers of each part, first and one after the last, where the unit has several graphs; else empty.
     """
 
     spec: GraphSpec
@@ -91,7 +89,7 @@ class Manifest:
 
     @property
     def largest_number(self) -> int:
-        """No shape or bound that a graph of this bundle is made of is larger."""
+        """The largest integer that a shape or bound in a graph of this bundle can have."""
         config = self.config
         heads = config.n_heads * config.head_dim
         return max(config.vocab_size, config.hidden_size, config.intermediate_size, heads, 2 * self.max_positions)
@@ -102,7 +100,7 @@ class Manifest:
         return sum(entry["size_bytes"] for name, entry in self.files.items() if name.rpartition("/")[2] == DATA_FILE)
 
     def of_part(self, index: int) -> Manifest:
-        """The manifest of one part, as though it were a stack's bundle of its own; blocks keep the unit's numbers."""
+        """Returns the manifest of one part as that of a stack's bundle. Its blocks keep their numbers in the unit."""
         bounds, prefix = self.parts[index], f"{part_folder(index)}/"
         unit = replace(self.unit, kind="stack", n_layers=bounds[1] - bounds[0], logits="last")
         return replace(
@@ -118,7 +116,7 @@ class Manifest:
         return self.weights["source"] == "random"
 
     def to_json(self) -> str:
-        """The manifest's file content; equal manifests give equal bytes."""
+        """Returns the content of the manifest's file. Equal manifests give equal bytes."""
         unit = {
             "kind": self.unit.kind,
             "component": self.unit.component,
@@ -150,11 +148,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, subject: str) -> Manifest:
-        """Reads a manifest and checks it against itself.
+        """Reads a manifest from its text and checks that its values agree with each other.
+
+        Args:
+            text: content of the file.
+            subject: name of the file, for messages.
 
         Raises:
-            BundleError: it is not JSON, of an unknown format, has unknown or missing keys, or its tensors are not those
-                that its own config and unit ask for.
+            BundleError: the text is not JSON, has an unknown format, has unknown or missing keys, or has other tensors
+                than its config and unit ask for.
         """
         try:
             data = parse_document(text)
@@ -164,7 +166,11 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a bundle's folder; raises as `from_json`."""
+        """Reads the manifest of a bundle's folder.
+
+        Raises:
+            BundleError: the file cannot be read, or `from_json` refuses its content.
+        """
         path = folder / MANIFEST_FILE
         try:
             data = read_document(path)
@@ -218,32 +224,39 @@ class Manifest:
             manifest.files
         ):
             raise BundleError(
-                f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} and tokenizer files only"
+                f"{subject}: got files {sorted(manifest.files)[:20]}, expected {', '.join(graphs[:4])} "
+                "and tokenizer files only"
             )
-        return replace(manifest, contract=contract)  # equal, and of whole numbers where the file says 64.0 or true
+        return replace(manifest, contract=contract)  # equal, with integers where the file has 64.0 or true
 
 
 def part_folder(index: int) -> str:
-    """The folder of one part inside a bundle's."""
+    """Returns the name of a part's folder in the bundle's folder."""
     return f"part{index}"
 
 
 def graph_files(n_parts: int) -> tuple[str, ...]:
-    """Graph and data files of a bundle in this many parts; 0 means one graph, in the bundle's own folder."""
+    """Returns the graph and data files of a bundle with so many parts; 0 means one graph in the bundle's own folder."""
     folders = [f"{part_folder(index)}/" for index in range(n_parts)] or [""]
     return tuple(f"{folder}{name}" for folder in folders for name in (GRAPH_FILE, DATA_FILE))
 
 
 def graph_beside(name: str) -> str:
-    """The graph that a data file belongs to; of any other file its own name."""
+    """Returns the name of the graph that a data file belongs to. For any other file it returns the file's name."""
     return name.removesuffix(DATA_FILE.removeprefix(GRAPH_FILE))
 
 
 def check_format_version(data: object, newest: int, subject: str, remedy: str) -> None:
-    """Refuses a file that a newer blockline wrote, or that is none of ours. Every version from 1 on is read.
+    """Checks that this blockline can read a file's format. It reads every version from 1 to the newest.
+
+    Args:
+        data: content of the file.
+        newest: the newest version that this blockline reads.
+        subject: name of the file, for the message.
+        remedy: advice for the message.
 
     Raises:
-        BundleError: names both versions and what to do.
+        BundleError: a newer blockline wrote the file, or it has no version; the message has both versions.
     """
     version = data.get("format_version") if isinstance(data, dict) else None
     if not isinstance(data, dict) or not isinstance(version, int) or isinstance(version, bool) or version < 1:
@@ -251,27 +264,28 @@ def check_format_version(data: object, newest: int, subject: str, remedy: str) -
     if version > newest:
         writer = f"{data['producer']!s:.60}" if "producer" in data else "a newer blockline"
         raise BundleError(
-            f"{subject}: got format_version {version!r:.40}, expected {newest}, the newest that blockline {__version__} reads; it was written by "
-            f"{writer}: install that, or {remedy} with this one"
+            f"{subject}: got format_version {version!r:.40}, expected {newest}, "
+            f"the newest that blockline {__version__} reads; it was written by {writer}: "
+            f"install that, or {remedy} with this one"
         )
 
 
 def _complete_older(data: dict) -> None:
-    """Gives a manifest what earlier writers of its format did not know yet, with the values that held then."""
+    """Adds the keys that older manifests of format 1 lack, with the values that they imply."""
     data |= {key: value for key, value in ADDED_KEYS.items() if key not in data}
     if isinstance(data.get("unit"), dict):
         data["unit"] = ADDED_UNIT_KEYS | data["unit"]
 
 
 def _check_keys(data: dict) -> None:
-    """Refuses objects inside a manifest that have unknown or missing keys, or file entries that are no size and checksum.
+    """Checks the keys of all objects in a manifest, and that each file entry is a size and a checksum.
 
     Raises:
-        InputError: names the object and the keys.
+        InputError: keys are unknown or missing, or an entry is wrong; the message names the object and the keys.
     """
     source = data["weights"].get("source")
     if source not in WEIGHTS_KEYS:
-        raise InputError(f"got weights {data['weights']!r}, expected a source, random or checkpoint")
+        raise InputError(f"got weights {data['weights']!r}, expected a source, one of {', '.join(WEIGHTS_KEYS)}")
     objects = [
         ("unit", data["unit"], UNIT_KEYS),
         ("config", data["config"], CONFIG_KEYS),
@@ -284,16 +298,16 @@ def _check_keys(data: dict) -> None:
     objects += [(side, spec, TENSOR_KEYS) for side in ("inputs", "outputs") for spec in data[side]]
     objects += [(f"files {name}", entry, FILE_KEYS) for name, entry in data["files"].items()]
     for what, found, keys in objects:
-        if set(found) != set(keys):
-            raise InputError(
-                f"{what}: unknown keys {sorted(set(found) - set(keys))}, missing keys {sorted(set(keys) - set(found))}"
-            )
+        unknown, missing = sorted(set(found) - set(keys)), sorted(set(keys) - set(found))
+        if unknown or missing:
+            raise InputError(f"{what}: unknown keys {unknown}, missing keys {missing}")
     for name, entry in data["files"].items():
         if not _is_count(entry["size_bytes"]) or not is_sha256(entry["sha256"]):
             raise InputError(f"files {name}: got {entry}, expected a size in bytes and a SHA-256 in hexadecimal")
 
 
 def is_sha256(value: object) -> bool:
+    """Whether a value is a SHA-256 in hexadecimal."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
@@ -306,7 +320,10 @@ def _is_count(value: Any) -> bool:
 
 
 def _first_problem(manifest: Manifest, data: dict) -> str | None:
-    """What is wrong with a manifest's values, if anything; looked at before anything is computed from them."""
+    """Returns the first problem of a manifest's values, or None.
+
+    It runs before anything is computed from the values.
+    """
     unit, opset = manifest.unit, data["opset"]
     if not isinstance(data["producer"], str):
         return f"got producer {data['producer']!r}, expected text"
@@ -315,14 +332,17 @@ def _first_problem(manifest: Manifest, data: dict) -> str | None:
     if manifest.dtype not in DTYPES:
         return f"got dtype {manifest.dtype!r}, expected one of {', '.join(DTYPES)}"
     if unit.kind not in UNIT_KINDS or unit.logits not in LOGITS:
-        return f"got unit {unit.kind!r} with logits {unit.logits!r}"
+        kinds, logits = ", ".join(UNIT_KINDS), ", ".join(LOGITS)
+        return f"got unit {unit.kind!r} with logits {unit.logits!r}, expected one of {kinds} with one of {logits}"
     if unit.cache not in CACHES or (unit.cache == "growing" and (unit.kind, unit.logits) != ("model", "all")):
         return f"got cache {unit.cache!r} for unit {unit.kind!r} with logits {unit.logits!r}"
     if unit.component not in (COMPONENTS if unit.kind == "component" else (None,)):
-        return f"got component {unit.component!r} for unit {unit.kind}"
+        expected = f"one of {', '.join(COMPONENTS)}" if unit.kind == "component" else "none"
+        return f"got component {unit.component!r} for unit {unit.kind}, expected {expected}"
     whole = _is_whole(unit.first_layer) and _is_whole(unit.n_layers)
     if not whole or not 0 <= unit.first_layer < unit.first_layer + unit.n_layers <= manifest.config.n_layers:
-        return f"got layers {unit.first_layer!r} and {unit.n_layers!r} on, expected some of the model's {manifest.config.n_layers}"
+        layers = f"{unit.n_layers!r} layers from {unit.first_layer!r}"
+        return f"got {layers}, expected some of the model's {manifest.config.n_layers}"
     if not all(_is_whole(bound) for bounds in manifest.parts for bound in bounds):
         return f"got parts {manifest.parts!r}, expected pairs of whole numbers"
     in_parts = unit.kind != "component" and unit.cache == "in_place"

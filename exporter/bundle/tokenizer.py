@@ -1,4 +1,4 @@
-"""The tokenizer that travels with a whole model's bundle."""
+"""Opens and uses the tokenizer in the bundle of a whole model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exporter.common.errors import BundleError, InputError
 
 
 def open_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The tokenizer that travels with a whole model's bundle.
+    """Opens the tokenizer in the bundle of a whole model.
 
     Raises:
         BundleError: the bundle has none, or one that cannot be read.
@@ -18,7 +18,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
     path = bundle.folder / "tokenizer.json"
     if path.name not in bundle.manifest.files:
         raise BundleError(
-            f"bundle {bundle.folder}: it has no tokenizer.json; export it with --unit model from a checkpoint that has one"
+            f"bundle {bundle.folder}: it has no tokenizer.json; export the whole model from a checkpoint that has one"
         )
     try:
         read_document(path)
@@ -28,10 +28,10 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A prompt's tokens.
+    """Returns the tokens of a prompt.
 
     Raises:
-        InputError: it is not valid Unicode.
+        InputError: the prompt is not valid Unicode.
     """
     try:
         prompt.encode()

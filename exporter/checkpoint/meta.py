@@ -1,8 +1,8 @@
 """Reads Meta folders: params.json and consolidated.NN.pth, one file or the shards of a model-parallel run.
 
-The rows of q and k are already in Meta's order. The .pth files are pickles, so opening one takes care. First, every name
-in the pickle is compared with the few names that a file of tensors needs. Then torch's restricted unpickler reads the
-pickle, which runs no code. The file is mapped, so a tensor's values are read only when a caller asks for them.
+The rows of q and k are already in Meta's order. The .pth files are pickles, so opening one takes care. First, every
+name in the pickle is compared with the few names that a file of tensors needs. Then torch's restricted unpickler reads
+the pickle, which runs no code. The file is mapped, so a tensor's values are read only when a caller asks for them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _check_archive(path: Path) -> None:
         pickles = [record for record in records if record.filename.endswith("/data.pkl")]
         twice = len({record.filename for record in records}) != len(records)
         if packed or twice or len(pickles) != 1 or pickles[0].file_size > _PICKLE_BYTES:
-            raise ValueError("it has compressed records, a name twice, or no pickle of the expected size")
+            raise ValueError("its records are compressed or share a name, or its pickle is missing or too large")
         for opcode, argument, _ in pickletools.genops(archive.read(pickles[0])):
             unknown = opcode.name == "GLOBAL" and argument not in _GLOBALS
             if unknown or opcode.name in _POSTPONED_GLOBALS:

@@ -1,1 +1,1 @@
-"""What every room needs: errors, documents, the terminal, timing and memory."""
+"""Modules that every room uses: errors, JSON documents, the terminal, timing and memory."""

@@ -1,4 +1,4 @@
-"""What all commands share: arguments, one line for an error, exit codes, and the log of --verbose."""
+"""Functions that all commands use: arguments, one line for an error, exit codes, and the log of --verbose."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def _stop(number: int) -> None:
 def run(
     main: Callable[[argparse.Namespace], int | None], parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> int:
-    """Parses the arguments, runs the command, and turns whatever it raises into one line and an exit code.
+    """Parses the arguments, runs the command, and turns every exception into one line and an exit code.
 
-    With --verbose the story of the run goes to stderr; with --debug also details, and the traceback before the line.
+    With --verbose the log of the run goes to stderr. With --debug, details and the traceback of an error follow it
+    there.
     """
     parsed = parser.parse_args(arguments)
-    with _story(parsed):
+    with _logged(parsed):
         try:
             with on_signal(_stop):
                 return main(parsed) or EXIT_GOOD
@@ -46,47 +47,39 @@ def run(
 
 
 def _one_line(error: Exception, debug: bool) -> tuple[str, int]:
-    """What a person needs to know of an error, and the exit code that goes with it."""
+    """Returns the line that reports an error, and its exit code."""
     if isinstance(error, InputError):
         return f"error: {error}", EXIT_BAD_INPUT
     if isinstance(error, OSError):
         return f"error: {error.filename or 'a file'}: {error.strerror or error}", EXIT_BAD_INPUT
     if isinstance(error, MemoryError):
-        return (
-            "error: memory: there was not enough; free some, or take a smaller model, dtype, batch or capacity",
-            EXIT_BAD_INPUT,
-        )
+        line = "error: memory: there was not enough; free some, or take a smaller model, dtype, batch or capacity"
+        return line, EXIT_BAD_INPUT
     if isinstance(error, CheckFailed | NumericalError):
         return f"failed: {error}", EXIT_CHECK_FAILED
-    said = (str(error).strip().splitlines() or ["no reason given"])[0]
-    advice = (
-        "please report it with the traceback above"
-        if debug
-        else "run the command again with --debug to see the traceback, and please report it"
+    message = (str(error).strip().splitlines() or ["no reason given"])[0]
+    advice = "run the command again with --debug to see the traceback, and please report it"
+    if debug:
+        advice = "please report it with the traceback above"
+    line = (
+        f"bug: {type(error).__name__}: {message}; this is a fault of blockline, your input is not the cause; {advice}"
     )
-    return (
-        f"bug: {type(error).__name__}: {said}; this is a fault of blockline, not of what you gave it; {advice}",
-        EXIT_CHECK_FAILED,
-    )
+    return line, EXIT_CHECK_FAILED
 
 
 class CommandParser(argparse.ArgumentParser):
-    """The parser of one command: each can tell its story."""
+    """The parser of one command. It adds the arguments of the log to every command."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.add_argument(
-            "--verbose",
-            action="store_true",
-            help="tell on stderr what is done: stages, sizes, times, what was chosen and why",
-        )
-        self.add_argument(
-            "--debug", action="store_true", help="as --verbose, with details, and with the traceback of an error"
-        )
+        verbose = "print a log on stderr: stages, sizes, times, and each choice with its reason"
+        self.add_argument("--verbose", action="store_true", help=verbose)
+        debug = "print the log of --verbose with more details, and the traceback of an error"
+        self.add_argument("--debug", action="store_true", help=debug)
 
 
-class _Story(logging.Handler):
-    """Prints log records on stderr, each with the seconds since the command began and the module that speaks."""
+class _LogPrinter(logging.Handler):
+    """Prints log records on stderr, each with the seconds since the command began and the name of its module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,12 +90,12 @@ class _Story(logging.Handler):
 
 
 @contextlib.contextmanager
-def _story(parsed: argparse.Namespace) -> Iterator[None]:
-    """Listens to the three packages for as long as a command runs that was asked to tell its story."""
+def _logged(parsed: argparse.Namespace) -> Iterator[None]:
+    """Prints the log of the three packages while a command runs with --verbose or --debug."""
     if not (parsed.verbose or parsed.debug):
         yield
         return
-    handler, loggers = _Story(), [logging.getLogger(name) for name in ("exporter", "engines", "runtime")]
+    handler, loggers = _LogPrinter(), [logging.getLogger(name) for name in ("exporter", "engines", "runtime")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
@@ -116,6 +109,7 @@ def _story(parsed: argparse.Namespace) -> Iterator[None]:
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument --format to a command."""
     parser.add_argument(
         "--format", choices=("table", "json"), default="table", help="table for people (default), json for programs"
     )

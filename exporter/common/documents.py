@@ -1,4 +1,8 @@
-"""JSON files: read as though a stranger had made them (bounded, inside of their folder, and JSON to the letter), written in one spelling."""
+"""Reads and writes JSON files.
+
+Every file is read as an untrusted file: its size is bounded, it is inside its folder, and it is JSON exactly. Equal
+data are written as equal bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,14 @@ import os
 import stat
 from pathlib import Path
 
-LARGEST_BYTES = 64 * 2**20  # of a JSON file; the largest tokenizers have 35 MB
+LARGEST_BYTES = 64 * 2**20  # size limit of a JSON file; the largest tokenizers have 35 MB
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file lies in its folder once links are followed.
+    """Whether a file is in its folder after links are followed.
 
-    Hugging Face's download cache keeps a folder of links `snapshots/REVISION` beside the `blobs` they lead to; that counts as one.
+    Hugging Face's download cache keeps a folder of links, `snapshots/REVISION`, beside the folder `blobs` that they
+    lead to. Both count as one folder.
     """
     home = folder.resolve()
     if home.parent.name == "snapshots":
@@ -22,7 +27,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def is_text(path: str | Path) -> bool:
-    """Whether a path is valid Unicode: libraries in C++ open no other, and file systems allow them."""
+    """Whether a path is valid Unicode. File systems allow other paths, but libraries in C++ cannot open them."""
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError:
@@ -31,13 +36,17 @@ def is_text(path: str | Path) -> bool:
 
 
 def read_document(path: Path, folder: Path | None = None) -> object:
-    """The data of a JSON file in a folder, by default its own.
+    """Returns the data of a JSON file.
 
-    Numbers that are not JSON's (NaN), keys given twice and texts that are no Unicode are refused: parsers disagree about them.
+    NaN, keys given twice and texts that are not Unicode are refused, because parsers disagree about them.
+
+    Args:
+        path: the file.
+        folder: the folder that the file must be in; None takes the file's own folder.
 
     Raises:
-        ValueError: it leads out of the folder, is no plain file, too large, or not JSON.
-        OSError: it cannot be read.
+        ValueError: the file leads out of the folder, is not a plain file, is too large, or is not JSON.
+        OSError: the file cannot be read.
     """
     if not is_inside(path, folder or path.parent):
         raise ValueError("it is a link that leads out of its folder")
@@ -50,7 +59,11 @@ def read_document(path: Path, folder: Path | None = None) -> object:
 
 
 def parse_document(text: str) -> object:
-    """The data of a JSON text; raises ValueError as `read_document`."""
+    """Returns the data of a JSON text.
+
+    Raises:
+        ValueError: the text is not JSON, or has NaN, a key given twice or a text that is not Unicode.
+    """
     try:
         data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
         if "\\u" in text:
@@ -63,7 +76,7 @@ def parse_document(text: str) -> object:
 
 
 def to_json(data: object) -> str:
-    """The one spelling of JSON that bundles use, so that equal data are equal bytes."""
+    """Returns data as JSON text, always with the same layout, so that equal data are equal bytes."""
     return json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n"
 
 

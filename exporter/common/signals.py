@@ -14,7 +14,7 @@ class Stopped(KeyboardInterrupt):
     """A signal asked this process to end.
 
     Attributes:
-        number: the signal's.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -24,9 +24,12 @@ class Stopped(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def on_signal(handler: Callable[[int], None]) -> Iterator[None]:
-    """While entered, signals that ask this process to end call the handler with their number; ignored ones (nohup) stay so."""
+    """Calls the handler with the number of each signal that asks this process to end.
+
+    Signals that are ignored, as under nohup, stay ignored. The previous handlers return at the end.
+    """
     previous = {}
-    if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+    if threading.current_thread() is threading.main_thread():  # Python handles signals only there
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, lambda number, _: handler(number))

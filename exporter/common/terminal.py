@@ -1,4 +1,4 @@
-"""The terminal: text for people goes to stderr, JSON for programs goes to stdout."""
+"""Prints to the terminal: text for people goes to stderr, JSON for programs goes to stdout."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-WIDE = 200  # columns where stderr is a file or a pipe: nothing there is gained by wrapping
+WIDE = 200  # columns where stderr is a file or a pipe, so that lines stay whole
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelt out: a name in somebody's file must not steer the terminal."""
+    """Returns the text with control characters escaped.
+
+    Otherwise a name in an untrusted file could control the terminal.
+    """
     return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Console(Console):
-    """A console that takes texts as they are: no markup, no emoji codes, no control characters in them."""
+    """A console that prints texts as they are: it ignores markup and emoji codes, and escapes control characters."""
 
     def render_str(self, text: str, **named: Any) -> Text:
         return super().render_str(printable(text), **named)
@@ -38,7 +41,7 @@ stderr = _stderr_console()
 
 
 def say(line: str) -> None:
-    """A line for the person at the terminal."""
+    """Prints a line on stderr."""
     stderr.print(line)
 
 
@@ -48,14 +51,14 @@ def mib(n_bytes: int) -> str:
 
 
 def print_json(data: object) -> None:
-    """The one JSON document of a command run with --format json."""
+    """Prints the one JSON document of a command with --format json on stdout."""
     json.dump(data, sys.stdout, indent=1, ensure_ascii=False)
     sys.stdout.write("\n")
 
 
 @contextlib.contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in bytes, with rate and time left; silent where stderr is not a terminal."""
+    """Shows a progress bar in bytes, with rate and time left. It shows nothing where stderr is not a terminal."""
     columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(title, total=total)

@@ -1,4 +1,4 @@
-"""Versions of the installed packages, for reports."""
+"""The versions of the installed packages, for reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from exporter import __version__
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of the packages that are installed, with Python's and our own."""
+    """Returns the versions of those packages that are installed, and the versions of blockline and Python."""
     found = {"blockline": __version__, "python": platform.python_version()}
     for package in packages:
         try:

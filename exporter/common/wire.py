@@ -1,6 +1,7 @@
-"""Reads protobuf's wire format field by field: enough to look into a model file before any library is let at it.
+"""Reads protobuf's wire format field by field, to check an untrusted model file before a library opens it.
 
-The encoding is that of protobuf.dev/programming-guides/encoding; groups, which ONNX does not use, are refused.
+The encoding is documented at protobuf.dev/programming-guides/encoding. Groups are refused, because ONNX does not use
+them. `exporter.bundle.graph_form` checks the messages that these fields make.
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ from collections.abc import Iterator
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
-Field = tuple[
-    int, int, int | memoryview
-]  # number, wire type, value: a number, or the bytes of a text, message or fixed number
+# Field number, wire type, and value: a number, or the bytes of a text, a message or a fixed-size number.
+Field = tuple[int, int, int | memoryview]
 
 
 def fields(data: memoryview) -> Iterator[Field]:
-    """The fields of one message, in file order; what is inside of a field is left to whoever asks.
+    """Yields the fields of one message in file order. The caller parses what is inside a field.
 
     Raises:
-        ValueError: it is not in the wire format.
+        ValueError: the data are not in the wire format.
     """
     at, end = 0, len(data)
     while at < end:
@@ -41,7 +41,7 @@ def fields(data: memoryview) -> Iterator[Field]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number and where the next field begins; at most 64 bits."""
+    """Returns a number of at most 64 bits, and the position after it."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -54,15 +54,15 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def signed(value: int) -> int:
-    """A varint as int64."""
+    """Returns a varint as int64."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def int64s(kind: int, value: int | memoryview) -> Iterator[int]:
-    """One number of a repeated int64 field, or all of them where it is packed.
+    """Yields the one number of a repeated int64 field, or all of its numbers where the field is packed.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the field has another type.
     """
     if kind == VARINT and isinstance(value, int):
         yield signed(value)
@@ -76,10 +76,10 @@ def int64s(kind: int, value: int | memoryview) -> Iterator[int]:
 
 
 def text(kind: int, value: int | memoryview) -> str:
-    """The value of a string field.
+    """Returns the value of a string field.
 
     Raises:
-        ValueError: it is none, or not UTF-8.
+        ValueError: the field has another type, or is not UTF-8.
     """
     if kind != BYTES:
         raise ValueError("not a text")

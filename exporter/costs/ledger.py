@@ -1,4 +1,4 @@
-"""The parameter ledger: what a model costs, by component, and the calculation behind each number. Pure arithmetic."""
+"""The ledger of a model's costs, by component, with the calculation of each number. It is arithmetic only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Row:
-    """One weight matrix of a block: its calculation in words, as in × out, and its parameters."""
+    """One weight matrix of a block.
+
+    Attributes:
+        component: the component that it belongs to.
+        name: its name for people.
+        calculation: its shape as text, inputs × outputs.
+        parameters: number of its values.
+    """
 
     component: str
     name: str
@@ -39,9 +46,9 @@ class Ledger:
     """All costs of one model. Parameters are counts, sizes are bytes.
 
     Attributes:
-        config: the model.
+        config: the model's geometry.
         rows: the weights of one block.
-        width_steps: (calculation, result) of the MLP width, empty where no rule is known.
+        width_steps: pairs (calculation, result) that lead to the MLP width; empty where no rule is known.
     """
 
     config: ModelConfig
@@ -50,11 +57,12 @@ class Ledger:
 
     @classmethod
     def of(cls, config: ModelConfig, rule: WidthRule | None = None) -> Ledger:
+        """Returns the ledger of a model; `rule` is the rule that gives its MLP width, where one is known."""
         rows = tuple(_rows(config))
         return cls(config, rows, tuple(rule.steps(config.hidden_size)) if rule else ())
 
     def component_parameters(self, component: str) -> int:
-        """Parameters of one component of one block."""
+        """Returns the parameters of one component of one block."""
         return sum(row.parameters for row in self.rows if row.component == component)
 
     @property
@@ -71,16 +79,14 @@ class Ledger:
 
     @property
     def head_parameters(self) -> int:
-        """Stored parameters of the output head: none where it is tied to the embedding."""
+        """Stored parameters of the output head: 0 where it is tied to the embedding."""
         return 0 if self.config.tie_word_embeddings else self.embedding_parameters
 
     @property
     def model_parameters(self) -> int:
         """Stored parameters of the whole model."""
-        return sum(
-            math.prod(shape)
-            for shape in weight_shapes(self.config, Unit("model", n_layers=self.config.n_layers)).values()
-        )
+        unit = Unit("model", n_layers=self.config.n_layers)
+        return sum(math.prod(shape) for shape in weight_shapes(self.config, unit).values())
 
     @property
     def gelu_mlp(self) -> dict[str, int]:
@@ -89,13 +95,14 @@ class Ledger:
         return {"same_width": 2 * d * width, "width_4d": 2 * d * 4 * d}
 
     def cache_bytes_per_token(self, dtype: str) -> int:
-        """KV-cache bytes that one token of one sequence takes, all layers."""
+        """Returns the KV-cache bytes of one token of one sequence in all layers."""
         return 2 * self.config.n_layers * self.config.n_kv_heads * self.config.head_dim * DTYPES[dtype].n_bytes
 
     def flops_per_token(self, past_len: int) -> int:
-        """Floating-point operations of one decoded token that reads past_len + 1 keys, batch 1.
+        """Returns the floating-point operations of one decoded token that reads past_len + 1 keys, at batch 1.
 
-        Two a weight of every matrix product (embedding look-up is none), and 4 · H · D a key read: Q Kᵀ and the product with V.
+        Each weight of a matrix product costs 2; the embedding look-up costs none. Each key costs 4 · H · D: the product
+        Q Kᵀ and the product with V.
         """
         norms = self.component_parameters("attention_norm") + self.component_parameters("ffn_norm")
         matrices = self.config.n_layers * (self.block_parameters - norms) + self.embedding_parameters
@@ -103,16 +110,16 @@ class Ledger:
         return 2 * matrices + attention
 
     def bytes_per_token(self, past_len: int, dtype: str) -> int:
-        """Bytes that one decoded token must move, batch 1: every weight once, past_len rows of cache read, one row written.
+        """Returns the bytes that one decoded token must move at batch 1.
 
-        Of the embedding only one row is read; the output head is read whole.
+        It reads every weight once, one row of the embedding, and past_len rows of cache. It writes one row of cache.
         """
         width = DTYPES[dtype].n_bytes
         rows = self.config.n_layers * self.block_parameters + self.config.hidden_size + self.config.hidden_size
         return (rows + self.embedding_parameters) * width + self.cache_bytes_per_token(dtype) * (past_len + 1)
 
     def to_dict(self, past_len: int) -> dict:
-        """The ledger as JSON data."""
+        """Returns the ledger as JSON data."""
         layers = self.config.n_layers
         return {
             "config": self.config.to_dict(),

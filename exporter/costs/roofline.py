@@ -1,8 +1,9 @@
-"""The roofline of one step: what each component must read, write and compute, and how soon a machine could be done with it.
+"""The roofline of one step: bytes and operations of each component, and the least time that a machine needs.
 
-Pure arithmetic. Counted are weights, and the cache's rows read and written; activations are left out, since they stay in the
-processor's caches. A component takes the longer of its transfers and its arithmetic (Williams, Waterman and Patterson, "Roofline",
-CACM 2009); components run one after the other, so a step takes their sum.
+It is arithmetic only. It counts the weights, and the cache rows that are read and written. It leaves out activations,
+since they stay in the processor's caches. The time of a component is the longer one of its transfers and its
+arithmetic (Williams, Waterman and Patterson, "Roofline", CACM 2009). Components run one after the other, so the time
+of a step is their sum.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ ATTENTION = "attention.heads"
 
 @dataclass(frozen=True)
 class Cost:
-    """What one component of all blocks together, or one of the model around them, costs in a step.
+    """The costs of one component in a step: of all blocks together, or of the model around them.
 
     Attributes:
-        name: as in the graph: `attention.q_proj` of every block, `attention.heads` (scores, softmax and values), `lm_head`.
-        weight_bytes, cache_bytes: moved to or from memory.
-        flops: two a multiplication with its addition.
+        name: name in the graph, such as `attention.q_proj`, `attention.heads` (scores, softmax and values) or
+            `lm_head`.
+        weight_bytes, cache_bytes: bytes that are moved to or from memory.
+        flops: number of operations; a multiplication with its addition counts as two.
     """
 
     name: str
@@ -36,17 +38,25 @@ class Cost:
     flops: int
 
     def limits(self, bandwidth: float, flop_rate: float) -> tuple[float, float]:
-        """Seconds of its transfers at `bandwidth` bytes a second, and of its arithmetic at `flop_rate` operations a second."""
+        """Returns the seconds of its transfers and of its arithmetic.
+
+        Args:
+            bandwidth: bytes a second.
+            flop_rate: operations a second.
+        """
         return (self.weight_bytes + self.cache_bytes) / bandwidth, self.flops / flop_rate
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step whose cost is asked: `seq_len` new tokens in each of `batch` sequences that hold `past_len`.
+    """A step: `seq_len` new tokens in each of `batch` sequences that hold `past_len` tokens.
 
     Attributes:
-        dtype: of weights and cache.
-        weight_bits: bits that a weight of a matrix takes with its share of scales, where it is quantized; None is the dtype's.
+        batch: number of sequences.
+        seq_len: number of new tokens in each sequence.
+        past_len: number of cached tokens in each sequence.
+        dtype: dtype of weights and cache.
+        weight_bits: bits per weight of a quantized matrix, with its share of scales; None takes the bits of the dtype.
 
     Raises:
         InputError: a size is not a whole number, or out of range.
@@ -68,13 +78,15 @@ class Step:
         lookup_dtype(self.dtype)
 
     def matrix_bytes(self, parameters: int) -> int:
+        """Returns the bytes of a matrix with so many parameters."""
         return math.ceil(parameters * (self.weight_bits or 8 * lookup_dtype(self.dtype).n_bytes) / 8)
 
 
 def step_costs(config: ModelConfig, unit: Unit, step: Step) -> tuple[Cost, ...]:
-    """Every component of a block, stack or model, in the order of its operations.
+    """Returns the costs of every component of a block, stack or model, in the order of the operations.
 
-    A model reads one embedding row a token, and its head runs on the last token of each sequence unless the unit has logits "all".
+    A model reads one embedding row per token. Its head runs on the last token of each sequence, or on every token
+    where the unit has logits "all".
 
     Raises:
         InputError: the unit is a component.
@@ -106,7 +118,10 @@ def _costs(config: ModelConfig, unit: Unit, step: Step) -> Iterator[Cost]:
 
 
 def _attention(config: ModelConfig, unit: Unit, step: Step) -> Cost:
-    """Reads the rows cached before, writes this step's; token t of a sequence sees past_len + t + 1 keys."""
+    """Returns the costs of reading the cached rows and writing new ones.
+
+    Token t of a sequence sees past_len + t + 1 keys.
+    """
     row_bytes = 2 * config.n_kv_heads * config.head_dim * lookup_dtype(step.dtype).n_bytes
     rows = step.batch * (step.past_len + step.seq_len)
     keys_seen = step.seq_len * step.past_len + step.seq_len * (step.seq_len + 1) // 2
@@ -115,14 +130,17 @@ def _attention(config: ModelConfig, unit: Unit, step: Step) -> Cost:
 
 
 def roofline(config: ModelConfig, unit: Unit, step: Step, bandwidth: float, flop_rate: float) -> dict:
-    """The step's costs and limits as JSON data; times in milliseconds.
+    """Returns the step's costs and limits as JSON data, with times in milliseconds.
 
     Args:
+        config: the model's geometry.
+        unit: a block, stack or model.
+        step: the step.
         bandwidth: bytes a second that the machine reads.
         flop_rate: floating-point operations a second of its matrix products.
 
     Raises:
-        InputError: a rate is not a finite number above 0.
+        InputError: a rate is not a finite number above 0, or the unit is a component.
     """
     for name, rate in (("bandwidth", bandwidth), ("flops", flop_rate)):
         if not 0 < rate < math.inf:

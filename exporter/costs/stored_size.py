@@ -1,4 +1,7 @@
-"""How many bytes of weights a unit's graphs will store, known before any of them is traced: what a disk must hold, how small parts must be."""
+"""The bytes of weights that a unit's graphs will store, known before the export.
+
+An export needs them to check the space on the disk and to choose the number of parts.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,20 @@ from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Bounds, Unit, part_bounds
 from exporter.spec.weight_formats import is_quantized
 
-COMPILE_COPIES = 3  # of the weights, while TensorRT compiles them
+COMPILE_COPIES = 3  # TensorRT holds so many copies of the weights while it compiles them
 
 
 def parts_within(spec: GraphSpec, budget_bytes: int) -> int:
-    """The fewest parts of which each can be compiled within a budget: that takes about three times the part's weights.
+    """Returns the smallest number of parts that can each be compiled within a budget.
+
+    Compiling a part takes about COMPILE_COPIES times the bytes of its weights.
+
+    Args:
+        spec: the graph that is cut into parts.
+        budget_bytes: memory for one compilation.
 
     Raises:
-        InputError: one layer alone needs more.
+        InputError: one layer alone needs more than the budget.
     """
     largest = 0
     for n_parts in range(1, spec.unit.n_layers + 1):
@@ -28,12 +37,13 @@ def parts_within(spec: GraphSpec, budget_bytes: int) -> int:
         if largest <= budget_bytes:
             return n_parts
     raise InputError(
-        f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, what compiling one layer takes"
+        f"part budget: got {budget_bytes / 2**30:.2f} GiB, expected at least {largest / 2**30:.2f}, "
+        "what compiling one layer takes"
     )
 
 
 def stored_weights_bytes(spec: GraphSpec, bounds: Bounds | None = None) -> int:
-    """Bytes of all tensors in one graph's data file, without what lies between them.
+    """Returns the bytes of all tensors in one graph's data file, without the padding between them.
 
     Args:
         spec: the graph. It has RoPE tables of 2N rows where `max_positions` is N.
@@ -43,28 +53,28 @@ def stored_weights_bytes(spec: GraphSpec, bounds: Bounds | None = None) -> int:
     n_bytes = 0
     for name, shape in _matrices(config, unit, bounds or (0, unit.n_layers), weight_format is not None):
         if weight_format is not None and is_quantized(name):
-            n_bytes += sum(
-                stored_bytes(*tensor) for tensor in weight_format.of(name).tensors((shape[1], shape[0]), dtype).values()
-            )
+            tensors = weight_format.of(name).tensors((shape[1], shape[0]), dtype)
+            n_bytes += sum(stored_bytes(*tensor) for tensor in tensors.values())
         else:
             n_bytes += stored_bytes(dtype, shape)
     if unit.kind != "component":
-        n_bytes += 2 * stored_bytes(
-            "fp32", (2 * spec.max_positions, config.head_dim // 2)
-        )  # cos and sin, of every graph that has blocks
+        rotations = stored_bytes("fp32", (2 * spec.max_positions, config.head_dim // 2))
+        n_bytes += 2 * rotations  # every graph with blocks has a table of cos and one of sin
     return n_bytes
 
 
 def _matrices(
     config: ModelConfig, unit: Unit, bounds: Bounds, quantized: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every weight in one graph. A tied head is the embedding, unless it is in integers or the embedding in another part."""
+    """Yields name and shape of every weight in one graph.
+
+    A tied head is the embedding itself, except where the head is quantized or the embedding is in another part.
+    """
     if unit.kind == "component":
         yield from weight_shapes(config, unit).items()
         return
-    yield from weight_shapes(
-        config, Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])
-    ).items()
+    stack = Unit("stack", first_layer=unit.first_layer + bounds[0], n_layers=bounds[1] - bounds[0])
+    yield from weight_shapes(config, stack).items()
     if unit.kind != "model":
         return
     embeds, ends = bounds[0] == 0, bounds[1] == unit.n_layers

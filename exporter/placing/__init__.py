@@ -1,1 +1,1 @@
-"""Puts files and folders in place whole or not at all, and takes turns with other runs."""
+"""Puts files and folders in place completely or not at all, and waits for other runs that change the same folder."""

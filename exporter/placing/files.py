@@ -1,4 +1,4 @@
-"""Replaces one file in one step. Its content is on the disk before the rename that shows it."""
+"""Replaces one file in one step. The content is on the disk before the rename makes it visible."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from exporter.placing.temporaries import temporary_file
 
 
 def put_file_in_place(temporary: Path, target: Path) -> None:
-    """Renames a finished file, its content first brought to the disk.
+    """Writes the content of a finished file to the disk and then renames it to its target.
 
     Raises:
-        InputError: another run replaced the folder, and the file with it.
+        InputError: another run replaced the folder, and the temporary file with it.
         OSError: the disk is full.
     """
     try:
@@ -29,13 +29,15 @@ def put_file_in_place(temporary: Path, target: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, own: bool = False) -> None:
-    """Replaces a small text file in one step: readers see the old or the new content, never a part. A link to it stays one.
+    """Replaces a small text file in one step. Readers see the old or the new content, and a link stays a link.
 
     Args:
-        own: it is one of a bundle's own files, and the bundle may be a stranger's: a link that leads out of its folder is not followed.
+        path: the file.
+        text: the new content.
+        own: the file belongs to a bundle, which may be untrusted; a link that leads out of its folder is refused.
 
     Raises:
-        InputError: the folder cannot be written, or not followed; the file is as before.
+        InputError: the folder cannot be written, or the link is refused. The file stays as it was.
     """
     path = _followed(path, own)
     _check_replaces_a_file(path)
@@ -45,10 +47,14 @@ def write_atomically(path: Path, text: str, own: bool = False) -> None:
 
 
 def check_writable(*paths: Path, own: bool = False) -> None:
-    """Refuses files that could not be written, before the work for their content is done. `own` as in `write_atomically`.
+    """Checks that files can be written, before the work for their content is done.
+
+    Args:
+        paths: the files.
+        own: the files belong to a bundle; a link that leads out of its folder is refused.
 
     Raises:
-        InputError: names the file and the reason.
+        InputError: a file cannot be written; the message has the file and the reason.
     """
     for path in paths:
         path = _followed(path, own)
@@ -67,11 +73,10 @@ def _followed(path: Path, own: bool) -> Path:
 
 def _check_replaces_a_file(path: Path) -> None:
     if path.exists() and not path.is_file():
-        raise InputError(
-            f"output {path}: it is {'a folder' if path.is_dir() else 'no plain file'}, expected a file; choose another path"
-        )
+        what = "a folder" if path.is_dir() else "no plain file"
+        raise InputError(f"output {path}: it is {what}, expected a file; choose another path")
 
 
 def write_report(bundle: Bundle, report: dict) -> None:
-    """Replaces a bundle's report.json."""
+    """Replaces the report.json of a bundle."""
     write_atomically(bundle.folder / REPORT_FILE, to_json(report), own=True)

@@ -1,4 +1,4 @@
-"""A lock on a folder: runs that add to it or replace it take turns."""
+"""A lock on a folder: only one run at a time adds to the folder or replaces it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exporter.bundle.bundle import Bundle
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a folder: whoever adds to it or replaces it takes turns.
+    """Waits for the lock on a folder and holds it.
 
     Raises:
         OSError: there is no such folder.
@@ -23,7 +23,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if not os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                continue  # it was replaced while its lock was waited for
+                continue  # another run replaced it during the wait
             yield
             return
         finally:
@@ -32,7 +32,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changing(bundle: Bundle) -> Iterator[None]:
-    """Holds a bundle's folder while something made from the bundle is put into it.
+    """Holds the lock on a bundle's folder, to add something made from the bundle.
 
     Raises:
         BundleError: an export has replaced the bundle since it was opened.

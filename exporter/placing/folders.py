@@ -1,4 +1,4 @@
-"""Puts a whole folder in place in one step. A power cut leaves the old folder or the new one, never a part."""
+"""Puts a whole folder in place in one step. A power cut leaves either the old folder or the new one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from exporter.placing.temporaries import SCRATCH, claim, lock_of, remove, remove
 
 
 def clear_up(target: str | Path) -> None:
-    """Removes what killed runs left beside `target` and in the temporary folder: for a run that finds its work done already."""
+    """Removes what killed runs left beside `target` and in the temporary folder.
+
+    A run calls this where its work is already done.
+    """
     target = Path(os.path.realpath(target))
-    with contextlib.suppress(OSError):  # one that may not write there has nothing of its own there
+    with contextlib.suppress(OSError):  # a user who cannot write there left nothing there
         _restore(target)
     remove_leftovers(target.parent, target.name)
     remove_leftovers(Path(tempfile.gettempdir()), SCRATCH)
@@ -30,24 +33,24 @@ def clear_up(target: str | Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
-    """Gives a temporary sibling of `target` to write a folder into, and puts it in place when the body ends well.
+    """Yields a temporary folder beside `target` to write into, and puts it in place when the body ends without error.
 
-    An older bundle at `target` is replaced in one step; files there that are not that bundle's own stay, and a link keeps
-    pointing to it. When the body raises, nothing changes. Leftovers of killed runs are removed on the way.
+    It replaces an older bundle at `target` in one step. Files there that do not belong to that bundle stay, and links
+    to `target` stay valid. When the body raises, nothing changes. It also removes what killed runs left.
 
     Args:
         target: the folder to make.
-        needed_bytes: what will be written at least, as far as that is known.
+        needed_bytes: least number of bytes that will be written; 0 where it is unknown.
 
     Raises:
-        InputError: `target` is a file, or cannot be written or replaced, or has no room, or holds somebody's file of a name that
-            would be written.
+        InputError: `target` is a file, cannot be written or replaced, has too little space, or holds another file
+            with a name that would be written.
     """
     if not os.fspath(target):
-        raise InputError("output: got an empty path, expected a folder to make; give one with -o")
+        raise InputError("output: got an empty path, expected a folder to make; give its path")
     if not is_text(target):
         raise InputError(
-            f"output {target}: its path is not valid UTF-8, which onnx and onnxruntime cannot open; choose another -o"
+            f"output {target}: its path is not valid UTF-8, which onnx and onnxruntime need; choose another output"
         )
     target, missing = Path(os.path.realpath(target)), []
     try:
@@ -59,7 +62,7 @@ def new_folder(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
     except OSError as error:
         _remove_empty(missing)
         raise InputError(
-            f"output {target}: cannot write beside it ({reason(error, target.parent)}); choose another -o"
+            f"output {target}: cannot write beside it ({reason(error, target.parent)}); choose another output"
         ) from None
     try:
         free = free_bytes(target.parent)
@@ -93,24 +96,22 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise  # else another run was first, and its bundle is now the older one
+                raise  # else another run was first, and this bundle replaces its bundle
     with locked(target):
         take_along(target, temporary)
         for folder, _, _ in os.walk(temporary):
             sync(Path(folder))
-        _exchange(temporary, target)  # the older folder now lies at `temporary`, which the caller removes
+        _exchange(temporary, target)  # the older folder is now at `temporary`, which the caller removes
         sync(target.parent)
         take_latecomers(temporary, target)
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Swaps two folders in one step where the kernel can (renameat2), else in three renames."""
+    """Swaps two folders in one step where the kernel has renameat2, else in three renames."""
     at_fdcwd, rename_exchange = -100, 2
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if (
-        renameat2 is not None
-        and renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0
-    ):
+    places = (at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second))
+    if renameat2 is not None and renameat2(*places, rename_exchange) == 0:
         return
     aside = _aside(second)
     os.rename(second, aside)
@@ -123,12 +124,15 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def _aside(target: Path) -> Path:
-    """Where an older folder lies while it is replaced in three renames."""
+    """Returns the path of the older folder while three renames replace it."""
     return target.with_name(f".{target.name}.replaced")
 
 
 def _restore(target: Path) -> None:
-    """Puts an older folder back that a run was killed over between its renames, or removes it where the new one is in place."""
+    """Puts back an older folder that a run left aside when it was killed between two renames.
+
+    Where the new folder is in place, it removes the older one.
+    """
     aside = _aside(target)
     with contextlib.suppress(FileNotFoundError, BlockingIOError), lock_of(aside):
         if target.exists():

@@ -1,4 +1,7 @@
-"""What lies in a bundle's folder and is not the bundle's own: told apart by manifest and engine records, taken along, never lost."""
+"""Finds the files in a bundle's folder that do not belong to the bundle, and moves them to the folder that replaces it.
+
+The manifest and the engine records say which files belong to the bundle.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ from exporter.common.errors import InputError
 
 _TEMPORARY = re.compile(r"\.([^/]+\.(onnx|engine)|manifest\.json|report\.json|engines\.json)\.partial-\w{8}")
 
-_OWN_NAME = re.compile(r"(part\d+/)?[^./\0][^/\0]*")  # of all that a manifest says, as it may be anybody's
+# Names that count as a bundle's own: a manifest may be untrusted and list any name.
+_OWN_NAME = re.compile(r"(part\d+/)?[^./\0][^/\0]*")
 
 
 def take_along(old: Path, new: Path) -> None:
-    """Gives a folder that will replace `old` what others put into that one: the same files, by hard links where there are such.
+    """Adds to the folder `new`, which will replace `old`, the files in `old` that do not belong to the bundle there.
+
+    They are hard links where the file system has them, else copies.
 
     Raises:
-        InputError: a name is the new bundle's too.
-        OSError: something cannot be taken along.
+        InputError: the new bundle has a file of the same name.
+        OSError: a file cannot be linked or copied.
     """
     for name in foreign_entries(old):
         if os.path.lexists(new / name):
             raise InputError(
-                f"output {old}: its {name} was not written by an export and would be replaced; choose another -o"
+                f"output {old}: its {name} was not written by an export and would be replaced; choose another output"
             )
         (new / name).parent.mkdir(exist_ok=True)
         _take(old / name, new / name)
@@ -36,13 +42,16 @@ def take_along(old: Path, new: Path) -> None:
 
 
 def take_latecomers(old: Path, new: Path) -> None:
-    """Moves over what was put into `old` after `take_along`, while it was being replaced by `new`."""
+    """Moves to `new` the files that came into `old` after `take_along`, while `new` was replacing it."""
     for name in foreign_entries(old):
         _move_newer(old / name, new / name)
 
 
 def foreign_entries(folder: Path) -> list[str]:
-    """Paths in a folder, relative to it, that are not of the bundle there or of a run that was killed; a foreign folder counts as one."""
+    """Returns the paths in a folder, relative to it, that belong neither to its bundle nor to a killed run.
+
+    A foreign folder counts as one path.
+    """
     owned = _owned_files(folder)
     parts = {name.partition("/")[0] for name in owned if "/" in name}
     found = _others(folder, owned | parts)
@@ -53,7 +62,7 @@ def foreign_entries(folder: Path) -> list[str]:
 
 
 def alike(old: Path, new: Path) -> None:
-    """Gives a folder another one's mode, and its owner where this user may."""
+    """Gives `new` the mode of `old`, and its owner where this user is root."""
     status = old.stat()
     if os.geteuid() == 0:
         os.chown(new, status.st_uid, status.st_gid)
@@ -65,7 +74,10 @@ def _others(folder: Path, own: set[str]) -> list[str]:
 
 
 def _owned_files(folder: Path) -> set[str]:
-    """Names in a folder that a bundle there put into it, by its manifest and its engine records; none without a manifest of ours."""
+    """Returns the names of the files that belong to a folder's bundle, by its manifest and its engine records.
+
+    It returns none where the folder has no manifest of blockline.
+    """
     try:
         manifest: Any = read_document(folder / MANIFEST_FILE)
         if not manifest["producer"].startswith("blockline "):
@@ -79,12 +91,8 @@ def _owned_files(folder: Path) -> set[str]:
 def _engine_files(folder: Path) -> set[str]:
     try:
         data: Any = read_document(folder / ENGINES_FILE)
-        return {
-            record[key]
-            for record in data["engines"]
-            for key in ("file", "graph_file")
-            if Path(record[key]).name == record[key]
-        }
+        names = [record[key] for record in data["engines"] for key in ("file", "graph_file")]
+        return {name for name in names if Path(name).name == name}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -123,7 +131,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's content, or a folder's names, are on the disk."""
+    """Waits until the content of a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

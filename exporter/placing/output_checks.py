@@ -1,4 +1,4 @@
-"""Whether a folder can be written or replaced as a whole: asked before the work is done, answered in one line."""
+"""Checks whether a folder can be written or replaced, before the work for it is done."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CANNOT_WRITE = (*DISK_REFUSES, errno.EACCES, errno.EPERM, errno.EROFS, errno.EBU
 
 
 def check_replaceable(target: Path) -> None:
-    """Refuses a place for a bundle whose folder could not be put there, or where that would take more with it than a bundle.
+    """Refuses a target that cannot become a bundle's folder, or whose replacement would move more than a bundle.
 
     Args:
-        target: with symbolic links already followed; may not exist.
+        target: path without symbolic links; it may not exist yet.
 
     Raises:
-        InputError: it is a file, a loop of links, the root, a folder that somebody stands or lives in, holds a mount, or is not
-            the caller's to replace.
+        InputError: the target is a file, a loop of links, the root, the home or current folder or above one of them,
+            contains a mount point, or this user may not replace it.
     """
     problem = _problem(target)
     if problem:
-        raise InputError(f"output {target}: {problem}; nothing was written; choose another -o")
+        raise InputError(f"output {target}: {problem}; nothing was written; choose another output")
 
 
 def _problem(target: Path) -> str | None:
@@ -40,7 +40,9 @@ def _problem(target: Path) -> str | None:
         return "it is a file, expected a folder or nothing"
     for place, what in ((os.path.expanduser("~"), "your home folder"), (_current_folder(), "the current folder")):
         if place and target in (Path(os.path.realpath(place)), *Path(os.path.realpath(place)).parents):
-            return f"{what} lies there, and a bundle replaces its folder as a whole, expected a folder for the bundle alone"
+            return (
+                f"{what} is there, and a bundle replaces its folder as a whole; expected a folder for the bundle alone"
+            )
     mounts = [point for point in _mount_points() if target in (point, *point.parents)]
     if mounts:
         return (
@@ -65,18 +67,19 @@ def _mount_points() -> list[Path]:
 
 
 def _not_the_callers(target: Path) -> str | None:
-    """What keeps this user from moving an existing folder away and removing it."""
+    """Returns the reason why this user cannot move and remove an existing folder; None where there is none."""
     for folder, _, _ in os.walk(target):
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
-            return f"{'it' if folder == str(target) else folder} is read-only for this user, so that an older bundle there cannot be replaced"
+            what = "it" if folder == str(target) else folder
+            return f"{what} is read-only for this user, so that an older bundle there cannot be replaced"
     parent, user = target.parent.stat(), os.geteuid()
     if parent.st_mode & stat.S_ISVTX and user not in (0, parent.st_uid, target.stat().st_uid):
-        return f"it belongs to another user, and only that one may replace it in {target.parent}"
+        return f"it belongs to another user, and only that user may replace it in {target.parent}"
     return None
 
 
 def free_bytes(folder: Path) -> int | None:
-    """What this user can still write to a folder's disk; None where its file system does not say."""
+    """Returns the bytes that this user can still write to a folder's disk; None where the file system does not say."""
     try:
         disk = os.statvfs(folder)
     except OSError:
@@ -85,26 +88,32 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def check_space(subject: str, folder: Path, needed_bytes: int) -> None:
-    """Refuses to begin what cannot fit on the disk.
+    """Checks that a folder's disk has enough space.
+
+    Args:
+        subject: the begin of the message.
+        folder: the folder to write to.
+        needed_bytes: least number of bytes that will be written.
 
     Raises:
-        InputError: has both numbers.
+        InputError: the space is too small; the message has both numbers.
     """
     free = free_bytes(folder)
     if free is not None and free < needed_bytes:
         raise InputError(
-            f"{subject}: {folder} has {free:,} bytes free, expected at least {needed_bytes:,}; nothing was written; make room or choose another disk"
+            f"{subject}: {folder} has {free:,} bytes free, expected at least {needed_bytes:,}; nothing was written; "
+            "make room or choose another disk"
         )
 
 
 def reason(error: OSError, folder: Path, free: int | None = None, needed_bytes: int = 0) -> str:
-    """Why writing to a folder failed, with what is known of the space there.
+    """Returns the reason why writing to a folder failed, with the space there.
 
     Args:
-        error: what the system said.
+        error: the system's error.
         folder: the folder.
-        free: bytes that were free there before anything was written; None where that is not known.
-        needed_bytes: what was to be written at least; 0 where that is not known.
+        free: bytes that were free there before anything was written; None where it is unknown.
+        needed_bytes: least number of bytes to write; 0 where it is unknown.
     """
     text = error.strerror or str(error)
     if error.filename:

@@ -1,6 +1,6 @@
-"""Temporary files and folders beside their target, locked while they are written.
+"""Temporary files and folders beside their target. A lock marks them while a run writes them.
 
-A run that is killed leaves a temporary whose lock is free. The next run knows it by its name and removes it.
+A killed run leaves a temporary whose lock is free. The next run finds it by its name and removes it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from pathlib import Path
 from exporter.common.errors import InputError
 from exporter.placing.output_checks import DISK_REFUSES, free_bytes, reason
 
-SCRATCH = "blockline"  # what the temporary folder's are called
+SCRATCH = "blockline"  # name of our folders in the system's temporary folder
 
 
 def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
-    """A new file or folder in `parent` for what will be called `name`, and a descriptor that locks it while it is open.
+    """Makes a temporary file or folder for a target, and removes what killed runs left of it.
 
-    Leftovers of killed runs under that name are removed first: their locks are free, their owners being dead.
+    Args:
+        parent: the folder of the target.
+        name: the name of the target.
+        folder: make a folder; else a file.
+
+    Returns:
+        The path of the temporary, and a descriptor that locks it until it is closed.
 
     Raises:
         OSError: `parent` cannot be written.
     """
     remove_leftovers(parent, name)
     prefix = _prefix(name)
-    while True:  # until another run has not taken it for a leftover before it was locked
+    while True:  # until no other run removed it as a leftover before it was locked
         if folder:
             path = tempfile.mkdtemp(prefix=prefix, dir=parent)
             try:
@@ -47,6 +53,7 @@ def claim(parent: Path, name: str, folder: bool) -> tuple[Path, int]:
 
 
 def remove_leftovers(parent: Path, name: str) -> None:
+    """Removes the temporaries of a target that killed runs left."""
     for leftover in parent.glob(f"{glob.escape(_prefix(name))}*"):
         with contextlib.suppress(OSError), lock_of(leftover):
             remove(leftover)
@@ -58,7 +65,12 @@ def _prefix(name: str) -> str:
 
 @contextlib.contextmanager
 def lock_of(leftover: Path) -> Iterator[None]:
-    """Holds what a dead run left; raises BlockingIOError where the run lives. Opening neither follows links nor waits for a pipe."""
+    """Holds the lock on what a killed run left. Opening it follows no link and waits for no pipe.
+
+    Raises:
+        BlockingIOError: the run is still alive.
+        FileNotFoundError: there is nothing of this name.
+    """
     lock = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -68,6 +80,7 @@ def lock_of(leftover: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
+    """Removes a file or a folder, as far as this user can."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -76,7 +89,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_file(folder: Path, name: str) -> Iterator[Path]:
-    """A file in the folder to write what will be called `name` into; it is gone at the end unless it was put in place.
+    """Yields a temporary file for the target `name` in a folder. It is removed at the end unless it was put in place.
 
     Raises:
         InputError: the folder cannot be written, or writing failed.
@@ -97,10 +110,12 @@ def temporary_file(folder: Path, name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder in the system's temporary one (TMPDIR) for what is needed only meanwhile; that of a killed run goes with the next.
+    """Yields a folder in the system's temporary folder (TMPDIR) and removes it at the end.
+
+    The next run removes the folder of a killed run.
 
     Raises:
-        InputError: there is none that can be written, or it is full.
+        InputError: the temporary folder cannot be written, or it is full.
     """
     try:
         path, lock = claim(Path(tempfile.gettempdir()), SCRATCH, folder=True)

@@ -20,7 +20,7 @@ from tests.project.rooms import ROOMS
 RANK = {"exporter": 0, "engines": 1, "runtime": 2}
 PURE = (  # rooms and modules that the runtime reads bundles with
     *("spec", "costs/ledger", "common/errors", "common/documents", "common/wire"),
-    *("bundle/graph_form", "bundle/manifest", "bundle/bundle"),
+    *("bundle/graph_form", "bundle/graph_messages", "bundle/manifest", "bundle/bundle"),
 )
 
 

@@ -1,4 +1,7 @@
-"""Writes checkpoints whose weights are known, in both formats: names and row orders are spelled out here, not taken from the loaders."""
+"""Writes checkpoints with known weights in both formats.
+
+Names and row orders are written out here, so that they are independent of the loaders.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,9 @@ def write_huggingface(
     source: WeightSource | None = None,
     **config_overrides: object,
 ) -> Path:
-    """Writes config.json and safetensors, with an index where shards > 1; returns the folder.
+    """Writes config.json and safetensors, with an index where shards > 1, and returns the folder.
 
-    The weights are those of `source`, by default RandomWeights(config, seed).
+    The weights come from `source`, by default RandomWeights(config, seed).
     """
     folder.mkdir(parents=True)
     write_json(folder / "config.json", huggingface_config(config, **config_overrides))
@@ -67,18 +70,15 @@ def write_huggingface(
         return folder
     weight_map = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(tensors)}
     for shard in set(weight_map.values()):
-        save_file(
-            {name: tensor for name, tensor in tensors.items() if weight_map[name] == shard},
-            folder / shard,
-            metadata={"format": "pt"},
-        )
+        held = {name: tensor for name, tensor in tensors.items() if weight_map[name] == shard}
+        save_file(held, folder / shard, metadata={"format": "pt"})
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
     return folder
 
 
 def huggingface_config(config: ModelConfig, **overrides: object) -> dict:
-    """config.json's content in the older spelling; overrides replace keys, ABSENT removes one."""
+    """Returns the content of config.json in the older spelling. Overrides replace keys, and ABSENT removes one."""
     scaling = config.rope_scaling and {
         "type": "llama3",
         "factor": config.rope_scaling.factor,
@@ -109,7 +109,7 @@ def huggingface_config(config: ModelConfig, **overrides: object) -> dict:
 
 
 def edit_config(folder: Path, config: ModelConfig, **overrides: object) -> None:
-    """Writes a folder's config.json anew, with overrides as in `huggingface_config`."""
+    """Replaces a folder's config.json by that of `huggingface_config`."""
     write_json(folder / "config.json", huggingface_config(config, **overrides))
 
 
@@ -134,18 +134,16 @@ def meta_name(name: str) -> str:
 def meta_shards(
     config: ModelConfig, source: WeightSource, shards: int, embedding_axis: int = 0
 ) -> list[dict[str, torch.Tensor]]:
-    """The weights of a source, split as a model-parallel run of `shards` saves them; an output head is always among them."""
+    """Returns the weights of a source, split as a model-parallel run of `shards` saves them.
+
+    They always have an output head.
+    """
     parts: list[dict[str, torch.Tensor]] = [{} for _ in range(shards)]
     for name in dict.fromkeys((*canonical_names(config), "lm_head.weight")):
         tied = config.tie_word_embeddings and name == "lm_head.weight"
         tensor = source.read("embedding.weight" if tied else name)
-        axis = (
-            embedding_axis
-            if name == "embedding.weight"
-            else 1
-            if name.endswith(("o_proj.weight", "down_proj.weight"))
-            else 0
-        )
+        axis = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
+        axis = embedding_axis if name == "embedding.weight" else axis
         pieces = tensor.chunk(shards, axis) if tensor.dim() == 2 else [tensor] * shards
         for part, piece in zip(parts, pieces, strict=True):
             part[meta_name(name)] = piece.clone()
@@ -153,13 +151,13 @@ def meta_shards(
 
 
 def half_split_pairs(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Meta's rows (pairs 2i, 2i + 1) in Hugging Face's order (pairs i, i + D/2), head by head."""
+    """Reorders Meta's rows (pairs 2i, 2i + 1) into Hugging Face's order (pairs i, i + D/2), head by head."""
     heads = weight.reshape(-1, head_dim, weight.shape[-1])
     return torch.cat([heads[:, 0::2], heads[:, 1::2]], dim=1).reshape(weight.shape)
 
 
 def rewrite_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Lets `change` alter the tensors of a folder's model.safetensors in place."""
+    """Lets `change` alter the tensors of a folder's model.safetensors."""
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(tensors)

@@ -1,4 +1,4 @@
-"""Disks and users that commands meet in real life, made in a child of their own: full, read-only, limited, somebody else's."""
+"""Makes disks and users that cause errors, in a child process: full, read-only and small disks, and other users."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.campaigns.children import fork
 
 NOBODY = 65534
 _NEW_MOUNTS = 0x00020000  # CLONE_NEWNS
-PAGE = os.sysconf("SC_PAGE_SIZE")  # what tmpfs allocates in
+PAGE = os.sysconf("SC_PAGE_SIZE")  # tmpfs allocates whole pages
 
 
 def run_apart(body: Callable[[], None], tmp_path: Path) -> None:
-    """Runs `body` in a forked child; fails with its traceback where it raised."""
+    """Runs `body` in a forked child. The test fails with its traceback where it raises."""
     said = tmp_path / "said"
     with open(said, "wb") as output:
         child = fork(body, output.fileno())
@@ -27,7 +27,7 @@ def run_apart(body: Callable[[], None], tmp_path: Path) -> None:
 
 
 def mount_tmpfs(folder: Path, options: str) -> None:
-    """Mounts a small disk that only this process sees; to be called in a child. The test needs `can_mount`."""
+    """Mounts a small disk that only this process sees. Call it in a child; the test needs `can_mount`."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -54,7 +54,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become
 
 
 def leave_free(folder: Path, n_pages: int) -> None:
-    """Fills a tmpfs up to that many pages, with a file called ballast."""
+    """Fills a tmpfs with a file called ballast and leaves so many pages free."""
     ballast = folder / "ballast"
     ballast.unlink(missing_ok=True)
     disk = os.statvfs(folder)
@@ -64,11 +64,12 @@ def leave_free(folder: Path, n_pages: int) -> None:
 
 
 class Said:
-    """Runs a command in this process and keeps what it said.
+    """Runs a command in this process and keeps its output.
 
     Attributes:
         code: its exit code.
-        error: its last line on stderr, which is the error where there was one.
+        error: its last line on stderr that reports an error; empty where there is none.
+        lines: all its lines on stderr.
     """
 
     def __init__(self, main: Callable[[list[str]], int], *arguments: object) -> None:

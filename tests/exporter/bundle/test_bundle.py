@@ -1,4 +1,4 @@
-"""The bundle folder: what opening refuses, and that writing is whole or not at all."""
+"""The bundle folder: opening refuses damaged bundles, and writing is complete or does nothing."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_unknown_verify_is_refused(bundle):
 
 @pytest.fixture(scope="module")
 def reexported(tiny_bundle, tmp_path_factory):
-    """The tiny block exported again over a copy of itself that holds foreign files and a stale engine."""
+    """The tiny block, exported again over a copy of itself with foreign files and an outdated engine."""
     folder = tmp_path_factory.mktemp("again") / "bundle"
     shutil.copytree(tiny_bundle("block").folder, folder)
     (folder / "notes.txt").write_text("mine")
@@ -238,7 +238,7 @@ def test_engines_of_the_replaced_bundle_are_gone(reexported):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
 def test_the_tokenizer_of_a_folder_that_is_no_bundle_survives(tmp_path, component, name):
-    """Such as that of the checkpoint, where `-o` is the checkpoint's folder."""
+    """One case is an export into the checkpoint's own folder."""
     target = tmp_path / "other"
     target.mkdir()
     (target / name).write_text("mine")

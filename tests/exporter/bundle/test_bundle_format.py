@@ -1,4 +1,4 @@
-"""The written specification of the bundle: schemas, code and document agree, on real bundles of every kind and on altered ones."""
+"""The specification of the bundle: schemas, code and document agree on real and altered bundles of every kind."""
 
 from __future__ import annotations
 
@@ -42,10 +42,22 @@ UNITS = {
 }
 UNIT = Unit("block")
 RECORD = EngineRecord(
-    file="a.engine", size_bytes=1, sha256="0" * 64, graph_file="model.c64.onnx", backend="tensorrt", version="10.15.0", compute_capability="9.0",
-    portability="this GPU", profiles=[Profile("decode", {"x": Range((1, 1), (2, 1), (4, 1))}).to_dict()], cache_capacity=64, dtypes={"x": "fp16"},
-    lineage={GRAPH_FILE: "1" * 64, DATA_FILE: "2" * 64}, options=BuildOptions().to_dict(), build_seconds=1.5, peak_memory_bytes=7,
-)  # fmt: skip
+    file="a.engine",
+    size_bytes=1,
+    sha256="0" * 64,
+    graph_file="model.c64.onnx",
+    backend="tensorrt",
+    version="10.15.0",
+    compute_capability="9.0",
+    portability="this GPU",
+    profiles=[Profile("decode", {"x": Range((1, 1), (2, 1), (4, 1))}).to_dict()],
+    cache_capacity=64,
+    dtypes={"x": "fp16"},
+    lineage={GRAPH_FILE: "1" * 64, DATA_FILE: "2" * 64},
+    options=BuildOptions().to_dict(),
+    build_seconds=1.5,
+    peak_memory_bytes=7,
+)
 
 
 def errors(schema: dict, data: object) -> list[str]:
@@ -56,7 +68,7 @@ def errors(schema: dict, data: object) -> list[str]:
 
 
 def keys(schema: dict) -> tuple[set[str], set[str]]:
-    """All keys of an object, and those it must have; others are refused."""
+    """Returns all keys of an object, and the keys that it must have. The schema refuses other keys."""
     assert schema["additionalProperties"] is False
     return set(schema["properties"]), set(schema["required"])
 
@@ -90,23 +102,18 @@ def test_schema_and_code_have_the_same_keys_of_a_manifest():
 def test_schema_and_code_have_the_same_names_in_a_manifest():
     definitions = MANIFEST["$defs"]
     unit, tensor = definitions["unit"]["properties"], definitions["tensor"]["properties"]
-    assert (MANIFEST["properties"]["format_version"]["const"], MANIFEST["properties"]["opset"]["const"]) == (
-        manifest_module.FORMAT_VERSION,
-        OPSET,
-    )
-    assert [unit[key]["enum"] for key in ("kind", "component", "logits", "cache")] == [
-        list(UNIT_KINDS), [*COMPONENTS, None], list(LOGITS), list(CACHES),
-    ]  # fmt: skip
-    assert definitions["dtype"]["enum"] == list(DTYPES) and set(tensor["dtype"]["enum"]) == set(ONNX_TYPES) - set(
-        WEIGHT_FORMATS
-    )
+    assert MANIFEST["properties"]["format_version"]["const"] == manifest_module.FORMAT_VERSION
+    assert MANIFEST["properties"]["opset"]["const"] == OPSET
+    names = {"kind": UNIT_KINDS, "component": (*COMPONENTS, None), "logits": LOGITS, "cache": CACHES}
+    assert {key: tuple(unit[key]["enum"]) for key in names} == names
+    assert definitions["dtype"]["enum"] == list(DTYPES)
+    assert set(tensor["dtype"]["enum"]) == set(ONNX_TYPES) - set(WEIGHT_FORMATS)
     assert definitions["weight_format"]["properties"]["dtype"]["enum"] == list(WEIGHT_FORMATS)
     assert set(tensor["axes"]["items"]["anyOf"][1]["enum"]) == {BATCH, SEQUENCE, TOTAL, PAST, CAPACITY}
     allowed = re.compile(definitions["files"]["propertyNames"]["pattern"])
     assert all(allowed.search(name) for name in (*graph_files(0), *graph_files(12), *OTHER_FILES))
-    assert not any(
-        allowed.search(name) for name in ("config.json", "part01/model.onnx", "../model.onnx", "model.onnx\n.data")
-    )
+    foreign = ("config.json", "part01/model.onnx", "../model.onnx", "model.onnx\n.data")
+    assert not any(allowed.search(name) for name in foreign)
 
 
 def test_schema_and_code_have_the_same_keys_of_engine_records():
@@ -115,9 +122,8 @@ def test_schema_and_code_have_the_same_keys_of_engine_records():
     assert ENGINES["properties"]["format_version"]["const"] == engine_records.FORMAT_VERSION
     assert keys(definitions["engine"]) == (set(engine_records.RECORD_KEYS), set(engine_records.RECORD_KEYS))
     assert keys(definitions["profile"])[1] == set(engine_records.PROFILE_KEYS)
-    assert keys(definitions["profile"]["properties"]["ranges"]["additionalProperties"])[1] == set(
-        engine_records.RANGE_KEYS
-    )
+    ranges = definitions["profile"]["properties"]["ranges"]["additionalProperties"]
+    assert keys(ranges)[1] == set(engine_records.RANGE_KEYS)
     assert keys(definitions["options"])[1] == set(engine_records.OPTION_KEYS) == set(BuildOptions().to_dict())
     options = definitions["options"]["properties"]
     assert options["hardware_compatibility"]["enum"] == list(HARDWARE_COMPATIBILITY)
@@ -141,12 +147,10 @@ def _all_keys(schema: object) -> set[str]:
 def test_the_document_explains_every_key_of_a_report(tiny_bundle):
     report = tiny_bundle("block").read_report()
     comparison = Comparison("decode", "hidden_states_out", [[1, 1, 64]], 0.0, 0.0, 1.0)
-    report["validation"] = summarize(
-        [comparison], "eager", "onnxruntime", tolerance(("eager", "onnxruntime"), UNIT, "fp32"), None
-    )
-    nested = {key for part in ("export", "validation") for key in report[part]} | set(
-        report["validation"]["comparisons"][0]
-    )
+    allowed = tolerance(("eager", "onnxruntime"), UNIT, "fp32")
+    report["validation"] = summarize([comparison], "eager", "onnxruntime", allowed, None)
+    nested = {key for part in ("export", "validation") for key in report[part]}
+    nested |= set(report["validation"]["comparisons"][0])
     nested |= set(report["validation"]["tolerance"]) | {"through"}
     section = DOCUMENT.partition("## report.json")[2].partition("\n## ")[0]
     assert {key for key in {*report, *nested} if f"`{key}`" not in section} == set()
@@ -220,7 +224,7 @@ def test_an_altered_manifest_is_refused_by_schema_and_code_alike(tiny_bundle, ch
 
 
 def test_real_records_keep_the_schema_and_read_back_as_they_are(tmp_path):
-    """That a real build's records do is part of test_verify.py, whose bundles are read by the same code."""
+    """test_verify.py checks the records of a real build; the same code reads its bundles."""
     text = records_json([RECORD])
     assert errors(ENGINES, json.loads(text)) == []
     (tmp_path / ENGINES_FILE).write_text(text)
@@ -279,7 +283,7 @@ def test_a_newer_format_is_refused_with_both_versions_and_what_to_do(block):
 
 
 def test_a_manifest_from_before_parts_and_growing_caches_keeps_the_schema_and_means_the_same(block):
-    """Those keys were added within format 1: bundles that lack them are read, as what they were."""
+    """Format 1 gained those keys later. Bundles without them keep their meaning."""
     data = json.loads((block / MANIFEST_FILE).read_text())
     before = Bundle.open(block).manifest
     del data["parts"], data["unit"]["cache"]

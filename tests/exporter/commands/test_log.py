@@ -1,4 +1,4 @@
-"""What a run tells: nothing by default, its story with --verbose, tracebacks with --debug; and errors end in one clear line."""
+"""The log of a run: none by default, printed with --verbose, tracebacks with --debug. Errors end in one clear line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def commands() -> list[tuple[str, argparse.ArgumentParser]]:
 
 
 @pytest.mark.parametrize(("command", "parser"), commands(), ids=[name for name, _ in commands()])
-def test_every_command_can_tell_its_story(command, parser):
+def test_every_command_can_print_a_log(command, parser):
     options = {option for action in parser._actions for option in action.option_strings}
     assert {"--verbose", "--debug"} <= options
 
@@ -33,47 +33,62 @@ def test_every_command_can_tell_its_story(command, parser):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_as_a_library_a_package_is_quiet_and_names_its_loggers_by_module(package, capsys):
     assert [type(handler) for handler in logging.getLogger(package).handlers] == [logging.NullHandler]
-    logging.getLogger(f"{package}.anything").warning("nobody listens")
-    assert "nobody listens" not in capsys.readouterr().err
+    logging.getLogger(f"{package}.anything").warning("nobody reads this")
+    assert "nobody reads this" not in capsys.readouterr().err
 
 
-def told(text: str) -> list[str]:
-    """Who spoke in the story, in order and without repeating."""
-    speakers = [
-        line.split(" s  ")[1].split(":")[0]
-        for line in text.splitlines()
-        if " s  " in line and line.lstrip()[:1].isdigit()
-    ]
-    return [name for index, name in enumerate(speakers) if speakers[index - 1 : index] != [name]]
+def loggers_in(text: str) -> list[str]:
+    """Returns the names of the loggers in a printed log, in order and without repeating."""
+    lines = [line for line in text.splitlines() if " s  " in line and line.lstrip()[:1].isdigit()]
+    names = [line.split(" s  ")[1].split(":")[0] for line in lines]
+    return [name for index, name in enumerate(names) if names[index - 1 : index] != [name]]
 
 
-def test_verbose_tells_what_was_done_and_what_was_chosen_and_why(tiny_bundle, tmp_path, capsys, monkeypatch):
+def test_verbose_prints_what_was_done_and_what_was_chosen_and_why(tiny_bundle, tmp_path, capsys, monkeypatch):
     for module in ("library.backend", "building.build", "running.choose_engine"):
         monkeypatch.setattr(f"engines.{module}.visible_gpus", list)
     made, block = str(tmp_path / "made"), str(tmp_path / "block")
     shutil.copytree(tiny_bundle("block", "fp16").folder, block)
+    stepper = "exporter.steppers.onnxruntime_stepper"
     runs = [
-        (exporter, ["export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", made],
-         ["exporter.export", "exporter.graph.weight_writer", "exporter.export", "exporter.steppers.onnxruntime_stepper", "exporter.export"],
-         ["traced: ", "1 weights, ", "written: ", "graph held against its contract: ", f"{made} is in place, after "]),
-        (engines, ["build", block, "--backend", "tensorrt-rtx"], ["engines.library.backend", "exporter.bundle.bundle", "engines.network.parsed",
-          "engines.building.build"],
-         ["(asked for)", "parsed by tensorrt-rtx", "1 attentions, 2 cache updates", "building model.c64.tensorrt-rtx.engine for cache capacity 64"]),
-        (runtime, ["decode", block, "--steps", "1"],
-         ["exporter.bundle.bundle", "runtime.backends", "exporter.steppers.onnxruntime_stepper", "runtime.session"],
-         ["checksums of model.onnx: ", "auto takes onnxruntime: backend tensorrt: no GPU is visible", "a cache of ", "on CPUExecutionProvider: "]),
-        (exporter, ["verify", block], ["exporter.validation.verify"],
-         ["sizes and checksums of model.onnx, model.onnx.data: ", "model.onnx against its contract: "]),
-    ]  # fmt: skip
-    for module, arguments, speakers, lines in runs:
+        (
+            exporter,
+            ["export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", made],
+            ["exporter.export", "exporter.graph.weight_writer", "exporter.export", stepper, "exporter.export"],
+            ["traced: ", "1 weights, ", "written: "],
+            ["graph held against its contract: ", f"{made} is in place, after "],
+        ),
+        (
+            engines,
+            ["build", block, "--backend", "tensorrt-rtx"],
+            ["engines.library.backend", "exporter.bundle.bundle", "engines.network.parsed", "engines.building.build"],
+            ["(asked for)", "parsed by tensorrt-rtx", "1 attentions, 2 cache updates"],
+            ["building model.c64.tensorrt-rtx.engine for cache capacity 64"],
+        ),
+        (
+            runtime,
+            ["decode", block, "--steps", "1"],
+            ["exporter.bundle.bundle", "runtime.backends", stepper, "runtime.session"],
+            ["checksums of model.onnx: ", "auto takes onnxruntime: backend tensorrt: no GPU is visible"],
+            ["a cache of ", "on CPUExecutionProvider: "],
+        ),
+        (
+            exporter,
+            ["verify", block],
+            ["exporter.validation.verify"],
+            ["sizes and checksums of model.onnx, model.onnx.data: "],
+            ["model.onnx against its contract: "],
+        ),
+    ]
+    for module, arguments, names, first_lines, more_lines in runs:
         capsys.readouterr()
         assert module.commands.main.main([*arguments, "--verbose"]) == 0
         text = capsys.readouterr().err
-        assert told(text) == speakers
-        assert [line for line in lines if line not in text] == []
+        assert loggers_in(text) == names
+        assert [line for line in (*first_lines, *more_lines) if line not in text] == []
     for module, arguments, *_ in runs[2:]:
         assert module.commands.main.main(arguments) == 0
-        assert told(capsys.readouterr().err) == []
+        assert loggers_in(capsys.readouterr().err) == []
         assert all(
             len(logging.getLogger(package).handlers) == 1 and logging.getLogger(package).level == logging.NOTSET
             for package in PACKAGES
@@ -133,6 +148,6 @@ def test_an_interrupt_is_quiet_also_with_debug(failing):
         assert failing(KeyboardInterrupt(), *options) == (130, ["interrupted; nothing half-written was left"])
 
 
-def test_a_story_ends_with_its_command_also_when_that_fails(failing):
+def test_a_log_ends_with_its_command_also_when_that_fails(failing):
     failing(RuntimeError("planted"), "--debug")
     assert all(len(logging.getLogger(package).handlers) == 1 for package in PACKAGES)

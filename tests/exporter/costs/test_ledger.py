@@ -1,4 +1,4 @@
-"""The parameter ledger: the numbers of the source documents, and its agreement with the modules themselves."""
+"""The ledger has the numbers of the source documents and agrees with the modules."""
 
 from __future__ import annotations
 
@@ -132,10 +132,8 @@ def test_the_total_is_the_published_one(name, parameters):
 def test_the_total_is_the_sum_of_its_parts(name):
     ledger = ledger_of(name)
     blocks = ledger.config.n_layers * ledger.block_parameters
-    assert (
-        ledger.model_parameters
-        == ledger.embedding_parameters + blocks + ledger.config.hidden_size + ledger.head_parameters
-    )
+    around = ledger.embedding_parameters + ledger.config.hidden_size + ledger.head_parameters
+    assert ledger.model_parameters == blocks + around
 
 
 def test_a_tied_model_stores_one_vocabulary_matrix():
@@ -149,9 +147,7 @@ def test_a_tied_model_stores_one_vocabulary_matrix():
 
 
 def parameters_of(module: torch.nn.Module) -> int:
-    return sum(
-        parameter.numel() for parameter in module.parameters()
-    )  # a tied weight is one Parameter and counted once
+    return sum(parameter.numel() for parameter in module.parameters())  # a tied weight is one Parameter
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -171,9 +167,8 @@ def test_the_ledger_counts_every_component_s_parameters(name):
     without = {"attention", "repeat_kv"}
     assert {name for name, count in counted.items() if count == 0} == without
     for component_name in ledger.components:
-        assert (
-            ledger.component_parameters(component_name) == counted[MODULE_OF_LEDGER.get(component_name, component_name)]
-        )
+        module = MODULE_OF_LEDGER.get(component_name, component_name)
+        assert ledger.component_parameters(component_name) == counted[module]
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -186,7 +181,8 @@ def test_a_calculation_multiplies_out_to_its_count(name):
 
 
 # --- cost of a token, by hand -----------------------------------------------------------------------------------------
-# TINY: q 8×8, k and v 8×4, o 8×8, three MLP matrices of 8×12: 64 + 32 + 32 + 64 + 288 = 480 in matrices; two norms of 8.
+# TINY: q 8×8, k and v 8×4, o 8×8 and three MLP matrices of 8×12 have 64 + 32 + 32 + 64 + 288 = 480 values.
+# Each of the two norms has 8.
 
 
 def test_parameters_of_the_tiny_model():
@@ -197,7 +193,7 @@ def test_parameters_of_the_tiny_model():
 
 @pytest.mark.parametrize(("past_len", "flops"), [(0, 2_080 + 64), (3, 2_080 + 256)])
 def test_flops_of_a_token(past_len, flops):
-    """2 · (2 blocks · 480 + head 80) = 2,080, and 4 · 2 heads · 4 wide · 2 layers = 64 a key."""
+    """2 · (2 blocks · 480 + head 80) = 2,080, and each key costs 4 · 2 heads · 4 wide · 2 layers = 64."""
     assert Ledger.of(TINY).flops_per_token(past_len) == flops
 
 
@@ -211,7 +207,10 @@ def test_flops_of_a_token(past_len, flops):
     ],
 )
 def test_bytes_of_a_token(past_len, dtype, n_bytes):
-    """2 blocks · 496 + final norm 8 + one embedding row 8 + head 80 = 1,088 weights; 2 · 2 layers · 4 = 16 numbers a cache row."""
+    """The weights are 2 blocks · 496 + final norm 8 + one embedding row 8 + head 80 = 1,088.
+
+    A cache row has 2 · 2 layers · 4 = 16 numbers.
+    """
     assert Ledger.of(TINY).bytes_per_token(past_len, dtype) == n_bytes
 
 

@@ -1,4 +1,4 @@
-"""The roofline: bytes and operations of a step worked out by hand for Llama 3 8B, and its agreement with the ledger."""
+"""The roofline: bytes and operations of a step, calculated by hand for Llama 3 8B, and agreement with the ledger."""
 
 from __future__ import annotations
 
@@ -30,12 +30,8 @@ def cost(step: Step, name: str, unit: Unit = BLOCK):
         ("attention.q_proj", 33_554_432, 0, 33_554_432),  # 4,096 × 4,096, two bytes and two operations each
         ("attention.k_proj", 8_388_608, 0, 8_388_608),
         ("attention.v_proj", 8_388_608, 0, 8_388_608),
-        (
-            "attention.heads",
-            0,
-            1_001 * ROW_BYTES,
-            4 * 32 * 128 * 1_001,
-        ),  # 1,000 rows read and one written; 1,001 keys seen
+        # 1,000 rows are read and one is written; the token sees 1,001 keys
+        ("attention.heads", 0, 1_001 * ROW_BYTES, 4 * 32 * 128 * 1_001),
         ("attention.o_proj", 33_554_432, 0, 33_554_432),
         ("ffn_norm", 8_192, 0, 0),
         ("mlp.gate_proj", 117_440_512, 0, 117_440_512),
@@ -121,13 +117,11 @@ MACHINE = ["--roofline", "--bandwidth", "2000", "--flops", "500"]
 
 
 def test_the_command_prints_the_same_table_for_a_machine_that_is_described(capsys):
-    assert main(["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000"]) == 0
+    command = ["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000"]
+    assert main(command) == 0
     shown = capsys.readouterr().err
     assert "llama3-8b, block" in shown and "attention.q_proj" in shown and "tokens/s" in shown
-    assert (
-        main(["params", "--model", "llama3-8b", *MACHINE, "--unit", "block", "--past-len", "1000", "--format", "json"])
-        == 0
-    )
+    assert main([*command, "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     expected = roofline(LLAMA3_8B, BLOCK, Step(past_len=1_000), 2e12, 500e12)
     assert data == json.loads(json.dumps({"model": "llama3-8b", "unit": str(BLOCK), **expected}))

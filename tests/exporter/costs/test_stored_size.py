@@ -1,4 +1,7 @@
-"""The bytes that weights will take, foretold: equal to those of real exports, in every format, tied and not, whole and in parts."""
+"""The calculated bytes of weights equal those of real exports.
+
+The cases are every format, tied and untied, whole and in parts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.conftest import MAX_POSITIONS, TINY
 
 
 def stored(path) -> int:
-    """Bytes of all tensors that a graph has in its data file."""
+    """Returns the bytes of all tensors that a graph has in its data file."""
     tensors = onnx.load(path, load_external_data=False).graph.initializer
     return sum(int(entry.value) for tensor in tensors for entry in tensor.external_data if entry.key == "length")
 
@@ -54,17 +57,8 @@ def test_a_budget_makes_fewer_parts_of_fewer_bits():
 
 
 def test_the_command_line_counts_the_format_and_refuses_one_that_does_not_fit(tmp_path, capsys):
-    arguments = [
-        "export",
-        "--model",
-        "smollm2-135m",
-        "--unit",
-        "model",
-        "--part-budget",
-        "0.01",
-        "-o",
-        str(tmp_path / "x"),
-    ]
+    arguments = ["export", "--model", "smollm2-135m", "--unit", "model", "--part-budget", "0.01"]
+    arguments += ["-o", str(tmp_path / "x")]
     needed = []
     for more in ([], ["--weights", "int4"], ["--weights", "int4", "--max-positions", "64"]):
         assert main([*arguments, *more]) == 2

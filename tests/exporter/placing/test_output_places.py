@@ -1,4 +1,7 @@
-"""Where a bundle may go: behind links, beside mounts, over what belongs to somebody else; what is refused is refused before the work."""
+"""Where a bundle may go: behind links, beside mounts, over files of other users.
+
+A target that is refused is refused before the work.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ def fill(target: Path, source: Path) -> None:
 
 
 def refused(target: Path | str, reason: str) -> None:
-    """Asserts that a bundle is refused at that place, before its content is made."""
+    """Asserts that a target is refused before the content is made."""
     with pytest.raises(InputError, match=reason), new_folder(target):
-        pytest.fail("it was begun")
+        pytest.fail("the body ran")
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -83,15 +86,13 @@ def test_a_report_behind_a_link_is_written_where_it_points(tmp_path):
 
 @pytest.mark.parametrize("name", ["report.json", "engines.json"])
 def test_a_bundles_own_file_that_leads_out_of_it_is_not_written(tmp_path, bundle, name):
-    """A bundle may be a stranger's, and its link may lead to a file of ours."""
+    """A bundle may be untrusted, and its link may lead to a file of the user."""
     outside = tmp_path / "ours.json"
     outside.write_text("{}")
     (bundle / name).unlink(missing_ok=True)
     (bundle / name).symlink_to(outside)
-    with pytest.raises(
-        InputError,
-        match=f"{name}: it is a link out of its folder, expected a file of the bundle's own; remove the link",
-    ):
+    message = f"{name}: it is a link out of its folder, expected a file of the bundle's own; remove the link"
+    with pytest.raises(InputError, match=message):
         check_writable(bundle / name, own=True)
     with pytest.raises(InputError, match="it is a link out of its folder"):
         write_atomically(bundle / name, "lost", own=True)
@@ -116,7 +117,7 @@ def test_the_root_the_home_and_the_current_folder_and_what_holds_them_are_refuse
         refused(place, "current folder")
     for place in (home, home.parent):
         refused(place, "home folder")
-    refused("/", "folder lies there")
+    refused("/", "folder is there")
     assert contents(tmp_path) == before
 
 
@@ -178,14 +179,14 @@ def test_half_written_files_of_a_killed_build_do_not_come_along(bundle, componen
 
 @pytest.fixture
 def shared():
-    """A folder that all users can reach, which pytest's own are not."""
+    """Yields a folder that all users can reach. They cannot reach the folders of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
 
 
 def as_nobody(body, tmp_path: Path) -> None:
-    """Runs `body` as a user who owns nothing of root's and may only look at it."""
+    """Runs `body` as a user who may only read the files of root."""
 
     def turned() -> None:
         os.setgroups([])
@@ -198,17 +199,9 @@ def as_nobody(body, tmp_path: Path) -> None:
 
 
 def commands_that_write(bundle: Path) -> list[Said]:
+    unit = ("--model", "smollm2-135m", "--unit", "component:rms_norm")
     return [
-        Said(
-            exporter.commands.main.main,
-            "export",
-            "--model",
-            "smollm2-135m",
-            "--unit",
-            "component:rms_norm",
-            "-o",
-            bundle,
-        ),
+        Said(exporter.commands.main.main, "export", *unit, "-o", bundle),
         Said(exporter.commands.main.main, "validate", bundle),
         Said(engines.commands.main.main, "build", bundle, "--backend", "tensorrt-rtx"),
         Said(engines.commands.main.main, "compare", bundle, "--html", bundle / "page.html"),
@@ -216,20 +209,16 @@ def commands_that_write(bundle: Path) -> list[Said]:
 
 
 def check_only_read(bundle: Path) -> None:
-    """What writes is refused in its first lines; what reads works."""
+    """Checks that commands that write are refused in their first lines, and that commands that read work."""
     before = contents(bundle.parent)
     for said in commands_that_write(bundle):
         assert said.code == 2
         assert str(bundle) in said.error
-        assert len(said.lines) <= 2, said.lines  # not after work that says what it does
+        assert len(said.lines) <= 2, said.lines  # they are refused before any work that prints a line
     assert Said(exporter.commands.main.main, "verify", bundle).code == 0
     assert Said(exporter.commands.main.main, "validate", "--no-report", bundle).code == 0
-    assert (
-        Said(
-            runtime.commands.main.main, "decode", bundle, "--prompt-len", "4", "--steps", "2", "--cache-capacity", "16"
-        ).code
-        == 0
-    )
+    sizes = ("--prompt-len", "4", "--steps", "2", "--cache-capacity", "16")
+    assert Said(runtime.commands.main.main, "decode", bundle, *sizes).code == 0
     assert contents(bundle.parent) == before
 
 
@@ -260,10 +249,8 @@ def test_a_parent_that_this_user_may_not_write_is_refused_before_the_export(tmp_
 @pytest.mark.parametrize(
     "what",
     [
-        "a read-only bundle",
-        "a read-only folder in it",
-        "another user's where all may write",
-        "another user's in a sticky folder",
+        *("a read-only bundle", "a read-only folder in it"),
+        *("another user's where all may write", "another user's in a sticky folder"),
     ],
 )
 def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tmp_path, shared, bundle, what):
@@ -274,9 +261,8 @@ def test_a_bundle_that_could_not_be_cleared_away_is_refused_before_the_export(tm
     shared.chmod(0o1777 if "sticky" in what else 0o777)
     target.chmod(0o555 if what == "a read-only bundle" else 0o777 if "sticky" in what else 0o755)
     (target / "results").chmod(0o555 if "folder in it" in what else 0o777)
-    as_nobody(
-        lambda: refused(target, "belongs to another user" if "sticky" in what else "read-only for this user"), tmp_path
-    )
+    reason = "belongs to another user" if "sticky" in what else "read-only for this user"
+    as_nobody(lambda: refused(target, reason), tmp_path)
     assert [path.name for path in shared.iterdir()] == ["bundle"]
 
 

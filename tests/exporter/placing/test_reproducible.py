@@ -1,4 +1,7 @@
-"""The same thing exported twice is the same bytes, whoever exports it, where, when and in which language; none of that is in them."""
+"""Two exports of the same model are the same bytes for every user, place, time and language.
+
+None of these is in the bytes.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,13 @@ def export_arguments(checkpoint: Path, folder: Path) -> dict[str, list[str]]:
 
 
 def identity(folder: Path) -> dict[str, bytes]:
-    """Content of manifest, graphs and data below a folder, by path."""
+    """Returns path → content of manifest, graphs and data below a folder."""
     return {name: content for name, content in contents(folder).items() if Path(name).name in IDENTITY_FILES}
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> tuple[Path, Path]:
-    """The same two exports, made here and by another process that runs under another everything."""
+    """The same two exports, made here and by another process with another user, place, time and language."""
     here = tmp_path_factory.mktemp("here")
     for arguments in export_arguments(write_huggingface(here / "checkpoint", TINY), here / "bundles").values():
         assert main(arguments) == 0
@@ -55,10 +58,9 @@ def exported(tmp_path_factory) -> tuple[Path, Path]:
     for folder in ("home", "scratch", "working"):
         (away / folder).mkdir(parents=True)
     shutil.copytree(here / "checkpoint", away / "checkpoint")
-    environment = os.environ | {
-        "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LC_ALL": "C", "LANG": "tr_TR.UTF-8", "TZ": "Pacific/Chatham",
-        "HOME": str(away / "home"), "TMPDIR": str(away / "scratch"), "USER": USER, "LOGNAME": USER, "HOSTNAME": HOST,
-    }  # fmt: skip
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"LC_ALL": "C", "LANG": "tr_TR.UTF-8", "TZ": "Pacific/Chatham", "USER": USER, "LOGNAME": USER}
+    environment |= {"HOME": str(away / "home"), "TMPDIR": str(away / "scratch"), "HOSTNAME": HOST}
     arguments = list(export_arguments(away / "checkpoint", away / "bundles").values())
     command = [sys.executable, "-c", ELSEWHERE, json.dumps(arguments)]
     result = subprocess.run(command, cwd=away / "working", env=environment, capture_output=True, text=True, timeout=300)
@@ -74,20 +76,12 @@ def test_another_process_elsewhere_at_another_time_exports_the_same_bytes(export
 
 def test_no_place_person_host_or_time_is_in_them(exported):
     here, away = exported
-    names = [
-        str(here),
-        str(away),
-        str(ROOT),
-        os.path.expanduser("~"),
-        USER,
-        HOST,
-        socket.gethostname(),
-        str(Path(sys.prefix).resolve()),
-    ]
+    folders = [str(here), str(away), str(ROOT), os.path.expanduser("~"), str(Path(sys.prefix).resolve())]
+    names = [*folders, USER, HOST, socket.gethostname()]
     places = [part for name in names for part in (name, name.lstrip("/")) if len(part) >= 6]
     assert len(places) >= 10
     for name, content in identity(away).items():
         assert [place for place in places if place.encode() in content] == [], name
-        if not name.endswith(".data"):  # weights may spell anything
+        if not name.endswith(".data"):  # weights may contain any bytes
             found = re.findall(rb"\b(?:20[0-9]{2}-[01][0-9]-[0-3][0-9]|" + SECONDS.encode() + rb")", content)
             assert found == [] and YEAR.encode() not in re.sub(rb"[0-9a-f]{64}", b"", content), name
