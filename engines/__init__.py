@@ -1,5 +1,5 @@
-"""From a bundle to TensorRT engines. Importing this package needs no TensorRT."""
+"""Builds TensorRT engines from bundles, runs them and compares them. Importing this package needs no TensorRT."""
 
 import logging
 
-logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library is quiet until its user listens
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # a library logs only where its user asks for it

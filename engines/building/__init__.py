@@ -1,1 +1,1 @@
-"""From a checked network to an engine file and its record."""
+"""Builds an engine file and its record from a bundle or an ONNX file, and changes the weights of an engine."""

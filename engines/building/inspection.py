@@ -1,4 +1,4 @@
-"""What a bundle's network is and what its engines are, as one JSON document that people can also read."""
+"""Describes a bundle's network and engines as one JSON document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from engines.building.build import BuildRequest, Prepared, prepare_bundle
+from engines.building.preparation import BuildRequest, PreparedNetwork, prepare_bundle
 from engines.library.backend import Backend
 from engines.library.gpu import visible_gpus
 from engines.library.tensorrt_logger import create_logger
@@ -21,15 +21,18 @@ from exporter.spec.dtypes import DTYPES
 
 
 def inspect_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> dict:
-    """Parses and checks a bundle's network as a build would, and lists its engines.
+    """Parses and checks a bundle's network as a build does, and lists its engines.
 
     Returns:
         `backend`, `version`, `unit`, `dtype`, `cache_capacity`, `layers` (histogram), `kv_cache_updates` (count),
-        `attention` (name, mask, causal_kind, heads), `io` (name, dtype, shape, mode, alias), `profiles`, `memory` (bytes),
-        `notes`, and `engines` (the records, with `usable`: "yes" or why not).
+        `attention` (name, mask, causal_kind, heads), `io` (name, dtype, shape, mode, alias), `profiles`, `memory`
+        (bytes), `notes`, and `engines` (the engine records, with `usable`: "yes" or the reason against it).
 
     Raises:
-        As `engines.building.build.prepare_bundle`.
+        InputError: the shapes are inconsistent, or the bundle has several graphs.
+        BundleError: a file of the bundle is missing or damaged.
+        CheckFailed: TensorRT would compute something else than the graph says.
+        BackendError: the backend has no kernel for the graph.
     """
     prepared = prepare_bundle(bundle, backend, request)
     parsed, manifest = prepared.parsed, bundle.manifest
@@ -61,8 +64,8 @@ def inspect_bundle(bundle: Bundle, backend: Backend, request: BuildRequest) -> d
     }
 
 
-def _io(prepared: Prepared) -> list[dict]:
-    """Every tensor of the network; `alias` is the one at whose address it lies: present shares past's memory."""
+def _io(prepared: PreparedNetwork) -> list[dict]:
+    """Every input and output of the network. `alias` is the tensor at the same address: present is at that of past."""
     pairs = {update.past: update.present for update in prepared.parsed.cache_updates}
     aliases = pairs | {present: past for past, present in pairs.items()}
     sides = (("input", prepared.parsed.inputs), ("output", prepared.parsed.outputs))
@@ -80,8 +83,11 @@ def _io(prepared: Prepared) -> list[dict]:
 
 
 def memory_estimate(manifest: Manifest, profiles: list[Profile], capacity: int | None, weights_bytes: int) -> dict:
-    """Bytes that decoding will need. Activations are an estimate of what is live in the widest block at the largest shapes:
-    the residual stream twice, and gate, up and product of the MLP; engines fuse some of it away."""
+    """Returns how many bytes decoding needs.
+
+    The activations are an estimate at the largest shapes: two residual streams, and gate, up and product of the MLP.
+    An engine needs less where it fuses these operations.
+    """
     config, width = manifest.config, DTYPES[manifest.dtype].n_bytes
     tokens = max(prod(next(iter(profile.ranges.values())).max[:2]) for profile in profiles)
     per_token = Ledger.of(config).cache_bytes_per_token(manifest.dtype) // config.n_layers * manifest.unit.n_layers
@@ -93,7 +99,7 @@ def memory_estimate(manifest: Manifest, profiles: list[Profile], capacity: int |
 
 
 def _engine_state(bundle: Bundle, record: EngineRecord, backend: Backend) -> dict[str, Any]:
-    """Whether an engine may be used here and, where a GPU allows, what the engine says of itself."""
+    """Whether an engine can be used here. Where a GPU can load it, also properties of the loaded engine."""
     try:
         check_engine(bundle.folder, record)
         check_lineage(bundle, record)
@@ -104,18 +110,15 @@ def _engine_state(bundle: Bundle, record: EngineRecord, backend: Backend) -> dic
 
 
 def _deserialized(bundle: Bundle, record: EngineRecord, backend: Backend) -> dict[str, Any]:
-    """What only the engine knows, on a machine whose GPU can load it."""
+    """Properties of the loaded engine; needs a GPU."""
     trt, logger = backend.trt, create_logger(backend.trt)
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
     if engine is None:
-        return {"usable": f"engine {record.file}: it does not load: {' '.join(logger.errors[-1:])}"}
-    aliases = {
-        name: engine.get_aliased_input_tensor(name)
-        for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
-    }
+        return {"usable": f"engine {record.file}: it does not load: {logger.reason()}"}
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     return {
         "num_layers": engine.num_layers,
         "device_memory_bytes": engine.device_memory_size_v2,
-        "aliases": {k: v for k, v in aliases.items() if v},
+        "aliases": {name: alias for name in names if (alias := engine.get_aliased_input_tensor(name))},
     }

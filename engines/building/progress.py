@@ -1,4 +1,4 @@
-"""Progress of a build on stderr, and signals that stop it cleanly, both through TensorRT's IProgressMonitor."""
+"""Shows the progress of a build on stderr, and stops the build on a signal, through TensorRT's IProgressMonitor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from exporter.common import signals, terminal
 
 
 class BuildProgress:
-    """While entered: shows the build's phases and turns a signal (Ctrl-C) into a request to stop, which TensorRT obeys at its next step.
+    """Shows the phases of a build inside a `with` block. A signal (Ctrl-C) makes TensorRT stop at its next step.
 
     Attributes:
-        monitor: for `IBuilderConfig.progress_monitor`.
-        interrupted: the signal that asked this process to end, if one did.
+        monitor: object for `IBuilderConfig.progress_monitor`.
+        interrupted: number of the signal that arrived; None where none did.
     """
 
     def __init__(self, trt: Any) -> None:
         self.interrupted: int | None = None
-        self._bars = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
-            console=terminal.stderr, disable=not terminal.stderr.is_terminal, transient=True,
-        )  # fmt: skip
+        steps = TextColumn("{task.completed}/{task.total}")
+        columns = (TextColumn("{task.description}"), BarColumn(), steps, TimeElapsedColumn())
+        hidden = not terminal.stderr.is_terminal
+        self._bars = Progress(*columns, console=terminal.stderr, disable=hidden, transient=True)
         self.monitor = _monitor(trt, self)
         self._tasks: dict[str, Any] = {}
 
@@ -32,7 +32,7 @@ class BuildProgress:
         self._tasks[name] = self._bars.add_task(("  " if parent else "") + name, total=steps)
 
     def step_done(self, name: str, step: int) -> bool:
-        """Shows a step; False asks TensorRT to stop."""
+        """Shows a step. Returns False to make TensorRT stop."""
         if name in self._tasks:
             self._bars.update(self._tasks[name], completed=step + 1)
         return self.interrupted is None

@@ -1,6 +1,6 @@
 """Puts an engine and its record in place together.
 
-`exporter.bundle.engine_records` says what a record holds. `python -m exporter verify` reads it there too.
+`exporter.bundle.engine_records` defines the engine record. `python -m exporter verify` reads it there too.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from exporter.placing.temporaries import temporary_file
 def publish(
     folder: Path, temporary_engine: Path, record: EngineRecord, bundle: Bundle | None = None, graph: bytes | None = None
 ) -> None:
-    """Puts a finished engine and its record in place; builds that end at the same time take turns.
+    """Puts a finished engine and its record in place. Builds that end at the same time take turns.
 
-    The record is taken out first and put back last, so that a run killed in between leaves an engine without a record,
-    which nothing uses, and never a record of another engine.
+    The old record is removed first and the new one is written last. A run that is killed in between leaves an engine
+    without a record, which nothing uses. It never leaves the record of another engine.
 
     Args:
-        folder: where it goes.
-        temporary_engine: the engine's file there.
-        record: of the engine.
-        bundle: what it was built from, where that lies in `folder`.
-        graph: content of the record's `graph_file`, where that is to be left beside the engine.
+        folder: folder for the engine.
+        temporary_engine: finished file of the engine, in `folder`.
+        record: record of the engine.
+        bundle: the bundle that the engine was built from, where `folder` is the bundle's.
+        graph: content of the record's `graph_file`; None where that file is there already or there is none.
 
     Raises:
-        BundleError: an export replaced the bundle since it was opened; nothing of the engine goes into the new one.
+        BundleError: an export replaced the bundle since it was opened; the new bundle stays as it is.
     """
     with changing(bundle) if bundle is not None else locked(folder):
         if graph is not None:

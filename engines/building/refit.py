@@ -1,4 +1,4 @@
-"""Puts a bundle's weights into an engine that was built without them, or built to have them replaced. Needs a GPU."""
+"""Refits an engine: puts a bundle's weights into an engine that was built for it. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ log = logging.getLogger(__name__)
 
 
 def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> EngineRecord:
-    """Refits an engine from the bundle's graph and weights, in place of the old file.
+    """Refits an engine from the bundle's graph and weights, and replaces its file.
 
-    The graph must be the one that the engine was built from; the weights may have changed, that is what refitting is for.
+    The graph must be the one that the engine was built from. The weights may be others.
 
     Raises:
-        BundleError: the engine cannot be refitted, is not usable here, or was built from another graph.
+        BundleError: the engine was not built to be refitted, is not usable here, or was built from another graph.
         CheckFailed: TensorRT could not refit it; the old file is as before.
     """
     if not record.options.get("refit") and not record.options.get("strip_plan"):
-        raise BundleError(f"engine {record.file}: it was not built for it; build again with --refit or --strip-plan")
+        problem, fix = "it was not built to be refitted", "build again with refit=True or strip_plan=True"
+        raise BundleError(f"engine {record.file}: {problem}; {fix}")
     check_engine(bundle.folder, record)
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
-        raise BundleError(
-            f"engine {record.file}: the graph changed since it was built, and only weights can be refitted; build again"
-        )
+        problem = "the graph changed since it was built, and a refit replaces only weights"
+        raise BundleError(f"engine {record.file}: {problem}; build again")
     check_runnable(record, backend.name, backend.version, visible_gpus())
     check_writable(bundle.folder / ENGINES_FILE, own=True)
     started = time.perf_counter()
@@ -59,17 +59,17 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
 
 
 def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryview:
+    """Returns the content of the refitted engine."""
     trt, logger = backend.trt, create_logger(backend.trt)
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
     if engine is None:
-        raise CheckFailed(f"engine {record.file}: it does not load: {' '.join(logger.errors[-1:])}")
+        raise CheckFailed(f"engine {record.file}: it does not load: {logger.reason()}")
     refitter = trt.Refitter(engine, logger)
-    if (
-        not trt.OnnxParserRefitter(refitter, logger).refit_from_file(str(bundle.folder / record.graph_file))
-        or not refitter.refit_cuda_engine()
-    ):
-        raise CheckFailed(f"engine {record.file}: {backend} could not refit it: {' '.join(logger.errors[-1:])}")
+    parser_refitter = trt.OnnxParserRefitter(refitter, logger)
+    good = parser_refitter.refit_from_file(str(bundle.folder / record.graph_file)) and refitter.refit_cuda_engine()
+    if not good:
+        raise CheckFailed(f"engine {record.file}: {backend} could not refit it: {logger.reason()}")
     config = engine.create_serialization_config()
     config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
     return memoryview(engine.serialize_with_config(config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from engines.commands import build, compare, inspect_command, refit
+from engines.commands.flags import flags_in_errors
 from exporter.common import command
 
 COMMANDS = (build, inspect_command, compare, refit)
@@ -22,4 +23,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
-    return command.run(lambda parsed: parsed.run(parsed), make_parser(), arguments)
+    return command.run(_run, make_parser(), arguments)
+
+
+def _run(parsed: argparse.Namespace) -> int | None:
+    with flags_in_errors():
+        return parsed.run(parsed)

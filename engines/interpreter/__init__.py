@@ -1,1 +1,1 @@
-"""A parsed TensorRT network executed on the CPU: what the parser understood, in numbers, on a machine without a GPU."""
+"""Runs a parsed TensorRT network on the CPU with PyTorch, so that its results can be checked without a GPU."""

@@ -1,8 +1,8 @@
-"""What each kind of TensorRT layer computes, in torch on the CPU.
+"""What each kind of TensorRT layer computes, in torch on the CPU. `LAYERS` at the end lists the kinds.
 
-A reader takes a layer, copies its properties, and returns a function of its input tensors. Values keep the dtype that the
-network gives them: arithmetic on half or bfloat16 is done in float32 and rounded to the layer's dtype after each layer,
-as TensorRT's own kernels accumulate. The meaning of each kind is that of NVIDIA's operator documentation.
+Each function below reads the properties of a layer and returns a function of the layer's input tensors. Values have the
+dtype that the network gives them. Arithmetic on half or bfloat16 is done in float32 and rounded after each layer,
+because TensorRT's kernels accumulate in float32. NVIDIA's operator documentation defines each kind.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from engines.interpreter.reading import Unsupported, optional_dims, refuse
 
-Compute = Callable[..., Tensor]  # of the layer's inputs in order; a missing optional input is None
+Compute = Callable[..., Tensor]  # takes the layer's inputs in order; a missing optional input is None
 
 NARROW = (torch.float16, torch.bfloat16)
 
 
 def widened(x: Tensor) -> Tensor:
-    """x in float32 where it is half or bfloat16; every value of those is a float32 value."""
+    """Returns x in float32 where it is half or bfloat16. This is exact."""
     return x.float() if x.dtype in NARROW else x
 
 
 def rounded(compute: Compute) -> Compute:
-    """The layer's function computed in at least float32 and rounded once to the dtype of its first floating-point input."""
+    """Makes a function compute in at least float32, and round once to the dtype of its first half or bfloat16 input."""
 
     def run(*inputs: Tensor) -> Tensor:
         dtype = next((x.dtype for x in inputs if x.dtype in NARROW), None)
@@ -36,7 +36,7 @@ def rounded(compute: Compute) -> Compute:
     return run
 
 
-# --- arithmetic ------------------------------------------------------------------------------------------------------------
+# --- arithmetic ---------------------------------------------------------------------------------------------
 
 ELEMENTWISE: dict[str, Compute] = {
     "SUM": torch.add,
@@ -95,7 +95,7 @@ def activation(layer: Any) -> Compute:
 
 
 def reduce(layer: Any) -> Compute:
-    """`axes` is a bit mask."""
+    """Reduces the axes of the layer, which are bits of a mask."""
     function = _one_of(REDUCE, layer, layer.op)
     axes, keep_dims = [axis for axis in range(32) if layer.axes >> axis & 1], layer.keep_dims
     return rounded(lambda x: function(x, axes, keep_dims))
@@ -115,13 +115,10 @@ def matrix_multiply(layer: Any) -> Compute:
 
 
 def rotary_embedding(layer: Any) -> Compute:
-    """x [B, H, T, D] turned by cos and sin [B, T, D/2]; pairs are adjacent where interleaved, else half a head apart."""
+    """Rotates x [B, H, T, D] by cos and sin [B, T, D/2]. Pairs are adjacent where interleaved, else D/2 apart."""
     if layer.rotary_embedding_dim or layer.num_inputs > 3:
-        refuse(
-            layer,
-            f"rotary_embedding_dim {layer.rotary_embedding_dim} and {layer.num_inputs} inputs",
-            "whole heads, and cos and sin by token",
-        )
+        got = f"rotary_embedding_dim {layer.rotary_embedding_dim} and {layer.num_inputs} inputs"
+        refuse(layer, got, "whole heads, and cos and sin for each token")
     interleaved = layer.interleaved
 
     def compute(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -134,7 +131,7 @@ def rotary_embedding(layer: Any) -> Compute:
 
 
 def dequantize(layer: Any) -> Compute:
-    """x · scale, a scale for each block of the axis along which there are fewer scales than values. Zero points are refused."""
+    """Returns x · scale. Along the axis that has fewer scales than values, each block of values has one scale."""
     if layer.num_inputs != 2:
         refuse(layer, f"{layer.num_inputs} inputs", "integers and scales, no zero points")
 
@@ -146,7 +143,7 @@ def dequantize(layer: Any) -> Compute:
     return compute
 
 
-# --- shapes and movement -----------------------------------------------------------------------------------------------------
+# --- shapes and movement ------------------------------------------------------------------------------------
 
 
 def cast(layer: Any) -> Compute:
@@ -159,7 +156,7 @@ def shape(layer: Any) -> Compute:
 
 
 def shuffle(layer: Any) -> Compute:
-    """Transpose, reshape, transpose; the second input, where there is one, is the shape."""
+    """Transposes, reshapes and transposes again. A second input is the new shape."""
     rank = len(layer.get_input(0).shape)
     first, second = tuple(layer.first_transpose)[:rank], tuple(layer.second_transpose)
     target = optional_dims(layer.reshape_dims) if layer.num_inputs == 1 else None
@@ -176,12 +173,12 @@ def shuffle(layer: Any) -> Compute:
 
 
 def squeeze(layer: Any) -> Compute:
-    """The second input lists the axes to take away; without one, all axes of size 1 go."""
+    """Removes the axes in the second input; without one, all axes of size 1."""
     return lambda x, axes=None: x.squeeze() if axes is None else x.squeeze([int(axis) for axis in axes.flatten()])
 
 
 def unsqueeze(layer: Any) -> Compute:
-    """Axes are counted in the result."""
+    """Adds axes of size 1. The second input has their positions in the result."""
 
     def compute(x: Tensor, axes: Tensor) -> Tensor:
         rank = x.dim() + axes.numel()
@@ -193,28 +190,25 @@ def unsqueeze(layer: Any) -> Compute:
 
 
 def slice_(layer: Any) -> Compute:
-    """Inputs after the first, where given: start, size, stride, fill value, axes. Only the strict mode: nothing outside."""
+    """Slices x, in strict mode. Inputs may replace the layer's start, size, stride, fill value and axes."""
     if layer.mode.name != "STRICT_BOUNDS":
         refuse(layer, f"mode {layer.mode.name}", "STRICT_BOUNDS")
     held = [optional_dims(value) for value in (layer.start, layer.shape, layer.stride, None, layer.axes)]
 
     def compute(x: Tensor, *given: Tensor | None) -> Tensor:
         tensors = [*given, *[None] * (5 - len(given))]
-        dims: list[Any] = [
-            value if tensor is None else tensor.tolist() for value, tensor in zip(held, tensors, strict=True)
-        ]
+        pairs = zip(held, tensors, strict=True)
+        dims: list[Any] = [value if tensor is None else tensor.tolist() for value, tensor in pairs]
         starts, sizes, strides, _, axes = dims
-        for start, size, stride, axis in zip(
-            starts, sizes, strides or [1] * len(starts), axes or range(len(starts)), strict=True
-        ):
+        strides, axes = strides or [1] * len(starts), axes or range(len(starts))
+        for start, size, stride, axis in zip(starts, sizes, strides, axes, strict=True):
             last = start + (size - 1) * stride
             if size and not 0 <= min(start, last) <= max(start, last) < x.shape[axis]:
                 raise IndexError(f"{layer.name}: rows {start} … {last} of axis {axis}, which has {x.shape[axis]}")
-            x = (
-                x.narrow(axis, start, size)
-                if stride == 1
-                else x.index_select(axis, torch.arange(size) * stride + start)
-            )
+            if stride == 1:
+                x = x.narrow(axis, start, size)
+            else:
+                x = x.index_select(axis, torch.arange(size) * stride + start)
         return x
 
     return compute
@@ -226,7 +220,7 @@ def concatenation(layer: Any) -> Compute:
 
 
 def gather(layer: Any) -> Compute:
-    """By whole slices along an axis (DEFAULT), element by element (ELEMENT), or by index tuples in each batch row (ND)."""
+    """Gathers slices along an axis (DEFAULT), single elements (ELEMENT), or by index tuples in each batch row (ND)."""
     axis, mode, batch_dims = layer.axis, layer.mode.name, layer.num_elementwise_dims
     if mode == "ELEMENT":
         return lambda data, indices: data.gather(axis, indices.long())
@@ -237,27 +231,24 @@ def gather(layer: Any) -> Compute:
     if mode == "ND" and batch_dims == 1:
 
         def compute(data: Tensor, indices: Tensor) -> Tensor:
-            return torch.stack(
-                [row[tuple(index.long().movedim(-1, 0))] for row, index in zip(data, indices, strict=True)]
-            )
+            pairs = zip(data, indices, strict=True)
+            return torch.stack([row[tuple(index.long().movedim(-1, 0))] for row, index in pairs])
 
         return compute
-    return refuse(
-        layer, f"mode {mode} with {batch_dims} elementwise dimensions", "DEFAULT with 0, ELEMENT, or ND with 1"
-    )
+    got = f"mode {mode} with {batch_dims} elementwise dimensions"
+    return refuse(layer, got, "DEFAULT with 0, ELEMENT, or ND with 1")
 
 
 def fill(layer: Any) -> Compute:
-    """LINSPACE of rank 1: start + step · i; inputs, where given, are the size, the start and the step."""
+    """Makes start + step · i along one axis (LINSPACE). Inputs may replace the layer's size, start and step."""
     if layer.operation.name != "LINSPACE":
         refuse(layer, f"operation {layer.operation.name}", "LINSPACE")
     dtype, held = torch_dtype(layer.to_type), (optional_dims(layer.shape), layer.alpha, layer.beta)
 
     def compute(*given: Tensor | None) -> Tensor:
         tensors = [*given, *[None] * (3 - len(given))]
-        size, start, step = (
-            value if tensor is None else tensor.flatten().tolist() for value, tensor in zip(held, tensors, strict=True)
-        )
+        pairs = zip(held, tensors, strict=True)
+        size, start, step = (value if tensor is None else tensor.flatten().tolist() for value, tensor in pairs)
         if len(size) != 1:
             raise Unsupported(f"{layer.name}: FILL of shape {size}, expected one axis")
         start, step = (x[0] if isinstance(x, list) else x for x in (start, step))
@@ -271,7 +262,7 @@ def select(layer: Any) -> Compute:
 
 
 def kv_cache_update(layer: Any) -> Compute:
-    """Writes update [B, K, T, D] into cache [B, K, C, D] in place from row write_indices[b] on; rows outside are ignored."""
+    """Writes update [B, K, T, D] into cache [B, K, C, D] in place at write_indices[b], without rows outside of it."""
     if layer.cache_mode.name != "LINEAR" or layer.update_form.name != "PADDED_BHND":
         refuse(layer, f"mode {layer.cache_mode.name} and form {layer.update_form.name}", "LINEAR and PADDED_BHND")
 
@@ -309,11 +300,14 @@ LAYERS: dict[str, Callable[[Any], Compute]] = {
 
 
 def _one_of(table: dict[str, Any], layer: Any, operation: Any) -> Any:
-    return (
-        table[operation.name]
-        if operation.name in table
-        else refuse(layer, f"operation {operation.name}", f"one of {', '.join(table)}")
-    )
+    """The entry of an operation in a table.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    if operation.name not in table:
+        refuse(layer, f"operation {operation.name}", f"one of {', '.join(table)}")
+    return table[operation.name]
 
 
 _TORCH_DTYPES = {
@@ -329,7 +323,7 @@ _TORCH_DTYPES = {
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """The torch dtype that holds a TensorRT one."""
+    """Returns the torch dtype for a TensorRT dtype."""
     if dtype.name not in _TORCH_DTYPES:
         raise Unsupported(f"dtype {dtype.name}: expected one of {', '.join(_TORCH_DTYPES)}")
     return _TORCH_DTYPES[dtype.name]

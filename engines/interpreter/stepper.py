@@ -1,4 +1,4 @@
-"""The network interpreter as a stepper: a graph as TensorRT's parser understands it, executed on the CPU."""
+"""The interpreter as a stepper: TensorRT parses a graph, and the network runs on the CPU."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ from exporter.steppers.protocol import HostCache, Stepper
 
 
 class InterpreterStepper(Stepper[HostCache]):
-    """Parses the graph with TensorRT and runs the network that comes out; the cache is host memory, updated in place.
+    """Parses the graph with TensorRT and runs the network. The cache is in host memory and is updated in place.
 
-    A network's cache capacity is fixed, so a cache of another capacity parses the graph again. Nothing of the graph is
-    checked first: what the parser made of it, right or wrong, is what runs.
+    A network has a fixed cache capacity, so a cache of another capacity makes the stepper parse the graph again. The
+    network is not checked before, so that a run shows what the parser made of the graph.
+
+    Attributes:
+        contract: inputs and outputs of the bundle.
+        description: name and version of the parser, for messages.
 
     Raises:
         CheckFailed: the parser refuses the graph, or the network has other inputs or outputs than the contract.
@@ -41,9 +45,9 @@ class InterpreterStepper(Stepper[HostCache]):
 
     def __init__(self, graph_path: Path, contract: Contract, backend: Backend) -> None:
         self.contract = contract
-        self.description = f"the network as {backend} parses it, interpreted by PyTorch {torch.__version__} on the CPU"
+        self.description = f"the network that {backend} parses, run by PyTorch {torch.__version__} on the CPU"
         self._graph_path, self._backend = graph_path, backend
-        self._parsed: ParsedNetwork | None = None  # owns the memory of the program's constants
+        self._parsed: ParsedNetwork | None = None  # its memory holds the constants of the program
         self._program: Program | None = None
         self._capacity: int | None = None
         if not contract.cache_pairs:
@@ -60,20 +64,31 @@ class InterpreterStepper(Stepper[HostCache]):
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
     ) -> dict[str, np.ndarray]:
-        """As `Stepper.run`; `see` is called with every tensor of the network, and what it returns is used from there on."""
+        """Runs a step, as `Stepper.run` does.
+
+        Args:
+            feeds: inputs of the step by name.
+            cache: the cache.
+            first_row: first row of the cache that the step uses.
+            see: called with the name and value of every tensor of the network; its result is used instead of the value.
+
+        Returns:
+            Outputs of the step by name.
+
+        Raises:
+            CheckFailed: the network does not update the cache in place.
+        """
         if cache is not None and cache.capacity != self._capacity:
             self._parse(cache.capacity)
         inputs = {spec.name: feed_tensor(feeds, spec) for spec in self.contract.step_inputs}
         if cache is not None:
             rows = slice(first_row, first_row + len(feeds["write_indices"]))
-            inputs |= {
-                spec.name: to_torch(array[rows])
-                for spec, array in zip(self.contract.cache_specs, cache.arrays, strict=True)
-            }
-        assert self._program is not None, "parsed when it was opened, or for this cache"
-        tensors = self._program.run(inputs, see)
-        self._check_in_place(tensors)
-        return {spec.name: to_numpy(tensors[spec.name]) for spec in self.contract.step_outputs}
+            tensors = zip(self.contract.cache_specs, cache.arrays, strict=True)
+            inputs |= {spec.name: to_torch(array[rows]) for spec, array in tensors}
+        assert self._program is not None, "the graph was parsed at the start, or for this cache"
+        results = self._program.run(inputs, see)
+        self._check_in_place(results)
+        return {spec.name: to_numpy(results[spec.name]) for spec in self.contract.step_outputs}
 
     def close(self) -> None:
         self._program = self._parsed = self._capacity = None
@@ -88,18 +103,16 @@ class InterpreterStepper(Stepper[HostCache]):
         expected = {spec.name: spec.dtype for spec in (*self.contract.inputs, *self.contract.outputs)}
         if got != expected:
             wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            raise CheckFailed(
-                f"network: its inputs and outputs {wrong} are not those of the bundle, expected {sorted(expected)}; export again"
-            )
+            problem = f"its inputs and outputs {wrong} are not those of the bundle, expected {sorted(expected)}"
+            raise CheckFailed(f"network: {problem}; export again")
         self._parsed, self._capacity = parsed, capacity
         self._program = read_program(parsed, _Initializers(model, self._graph_path))
 
     def _check_in_place(self, tensors: Mapping[str, Tensor]) -> None:
         for past, present in self.contract.cache_pairs:
             if tensors[past].data_ptr() != tensors[present].data_ptr():
-                raise CheckFailed(
-                    f"network: {present} is not {past} updated in place; TensorRT would need them at one address"
-                )
+                problem = f"{present} is not {past} updated in place"
+                raise CheckFailed(f"network: {problem}; TensorRT needs both at one address")
 
 
 class _Initializers:
@@ -111,4 +124,4 @@ class _Initializers:
 
     def __call__(self, name: str) -> np.ndarray:
         array = numpy_helper.to_array(self._tensors[name], base_dir=self._folder)
-        return array.astype(np.int8) if array.dtype == ml_dtypes.int4 else array.copy()  # torch wants writable memory
+        return array.astype(np.int8) if array.dtype == ml_dtypes.int4 else array.copy()  # torch needs writable memory

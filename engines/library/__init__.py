@@ -1,1 +1,1 @@
-"""The libraries that a GPU needs: TensorRT, CUDA, and tensors shared by DLPack."""
+"""The libraries that engines need: TensorRT, the CUDA runtime and driver, and DLPack."""

@@ -49,7 +49,7 @@ def choose_backend(name: str = "auto") -> Backend:
     "auto" takes tensorrt where it is installed and a GPU is visible, and tensorrt-rtx elsewhere.
 
     Raises:
-        BackendError: the name is unknown, or the backend is not installed; the message has the command that installs it.
+        BackendError: the name is unknown, or the backend is not installed. The message then has the install command.
     """
     if name == "auto":
         gpus = visible_gpus()

@@ -1,7 +1,7 @@
-"""The few CUDA calls that decoding needs, behind one small interface: memory, copies, a stream, graphs.
+"""The CUDA calls that decoding needs, behind one small interface: memory, copies, a stream, graphs.
 
-`RuntimeCuda` is the real one, over cuda-python. Tests put a strict double in its place, so that the TensorRT stepper's own
-logic runs on machines without a GPU.
+`RuntimeCuda` makes the calls through cuda-python. Tests use a strict double instead. With it, the code of the TensorRT
+stepper runs on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 
+from engines.library.backend import INSTALL
 from exporter.common.errors import BackendError
 
 ALIGNMENT_BYTES = 256
 
 
 class CudaError(RuntimeError):
-    """A CUDA call failed: its name and the driver's reason."""
+    """A CUDA call failed; the message has the call and the driver's reason."""
 
 
 class Cuda(ABC):
-    """Device 0 and one stream. Addresses are integers; copies and fills are queued on the stream, in order.
+    """Device 0 and one stream. Addresses are integers. Copies and fills are queued on the stream, in order.
 
     Attributes:
         stream: handle of the stream, for TensorRT.
@@ -33,11 +34,11 @@ class Cuda(ABC):
 
     @abstractmethod
     def allocate(self, n_bytes: int) -> int:
-        """Device memory, aligned to 256 bytes and zeroed; returns its address."""
+        """Allocates zeroed device memory, aligned to 256 bytes; returns its address."""
 
     @abstractmethod
     def free(self, address: int) -> None:
-        """Gives memory back."""
+        """Frees memory."""
 
     @abstractmethod
     def upload(self, address: int, array: np.ndarray) -> None:
@@ -57,14 +58,14 @@ class Cuda(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Waits for the stream; raises what went wrong on it."""
+        """Waits until the stream is done; raises `CudaError` where something on it failed."""
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Any:
-        """Records what `work` queues instead of running it; `launch` runs the object it gives.
+        """Records what `work` queues, without running it; returns the recorded graph for `launch`.
 
-        However that ends, by an interrupt too, the stream records no more. A context manager could not promise it: an interrupt
-        between its entry and its block leaves it open.
+        The recording ends in every case, also when an interrupt arrives. Therefore this is a function and not a context
+        manager: an interrupt between the entry of a context manager and its block would leave the recording open.
         """
 
     @abstractmethod
@@ -77,21 +78,21 @@ class Cuda(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
-        """Device memory that is free."""
+        """The number of free bytes of device memory."""
 
     @abstractmethod
     def close(self) -> None:
-        """Destroys the stream. Closing twice is not an error: the engines of one unit share a stream."""
+        """Destroys the stream. A second call does nothing, because the engines of one unit share a stream."""
 
 
 class _Graph:
-    """A recorded graph's executable handle, filled when its capture has ended."""
+    """A recorded graph. Its executable handle is set when the capture has ended."""
 
     executable: Any = None
 
 
 class RuntimeCuda(Cuda):
-    """The CUDA runtime, through cuda-python.
+    """The CUDA runtime, called through cuda-python.
 
     Raises:
         BackendError: cuda-python is not installed, or there is no usable device.
@@ -101,9 +102,7 @@ class RuntimeCuda(Cuda):
         try:
             from cuda.bindings import runtime
         except ImportError:
-            raise BackendError(
-                "backend tensorrt: cuda-python is not installed; run pip install 'blockline[tensorrt]'"
-            ) from None
+            raise BackendError(f"backend tensorrt: cuda-python is not installed; run {INSTALL['tensorrt']}") from None
         self._runtime = runtime
         try:
             self.stream = int(self._call("cudaStreamCreate"))
@@ -147,17 +146,13 @@ class RuntimeCuda(Cuda):
         self._call("cudaStreamSynchronize", self.stream)
 
     def capture(self, work: Callable[[], None]) -> _Graph:
-        """Records what `work` puts on the stream, and nothing of it runs; where it fails, the stream is left as it was."""
-        graph = _Graph()
+        """Records what `work` queues on the stream, without running it. After an error the stream is as before."""
+        graph, mode = _Graph(), self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         try:
-            self._call(
-                "cudaStreamBeginCapture",
-                self.stream,
-                self._runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal,
-            )
+            self._call("cudaStreamBeginCapture", self.stream, mode)
             work()
         except BaseException:
-            with contextlib.suppress(CudaError):  # it may not have begun, or be void
+            with contextlib.suppress(CudaError):  # the capture may not have begun, or may be invalid
                 self._call("cudaGraphDestroy", self._call("cudaStreamEndCapture", self.stream))
             raise
         captured = self._call("cudaStreamEndCapture", self.stream)

@@ -1,6 +1,6 @@
-"""Device tensors in and out by DLPack, so that hidden states and logits pass between libraries without going through the host.
+"""Shares device tensors with other libraries through DLPack. Hidden states and logits stay on the device.
 
-Layout of the structs: the DLPack specification, version 0.8 (`DLManagedTensor`), which every `from_dlpack` understands.
+The structs have the layout of the DLPack specification, version 0.8 (`DLManagedTensor`). Every `from_dlpack` reads it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from exporter.common.errors import InputError
 
 CPU, CUDA = 1, 2  # DLDeviceType
-_CODES = {"i": 0, "u": 1, "f": 2}  # DLDataTypeCode by numpy's kind; bfloat16 has its own
+_CODES = {"i": 0, "u": 1, "f": 2}  # numpy's kind → DLDataTypeCode; bfloat16 has a code of its own
 _BFLOAT = 4
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NAME, _USED_NAME = b"dltensor", b"used_dltensor"
@@ -30,7 +30,7 @@ class _DataType(ctypes.Structure):
     _fields_ = [("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16)]
 
 
-class _Tensor(ctypes.Structure):
+class _DLTensor(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("device", _Device),
@@ -42,29 +42,26 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-class _Managed(ctypes.Structure):
+class _DLManagedTensor(ctypes.Structure):
     pass
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_DLManagedTensor))
+_DLManagedTensor._fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
 
 _api = ctypes.pythonapi
-_api.PyCapsule_New.restype, _api.PyCapsule_New.argtypes = (
-    ctypes.py_object,
-    [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
-)
-_api.PyCapsule_GetPointer.restype, _api.PyCapsule_GetPointer.argtypes = (
-    ctypes.c_void_p,
-    [ctypes.py_object, ctypes.c_char_p],
-)
-_api.PyCapsule_SetName.restype, _api.PyCapsule_SetName.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+_api.PyCapsule_New.restype = ctypes.py_object
+_api.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+_api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_api.PyCapsule_SetName.restype = ctypes.c_int
+_api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
-_exported: dict[int, tuple] = {}  # address of each exported struct → what must live until its consumer is done
+_exported: dict[int, tuple] = {}  # address of an exported struct → what must live until its consumer is done
 
 
 class _Memory:
-    """Calls `release` once, when nothing refers to the memory any more."""
+    """Calls `release` once, when the last reference to the memory is gone."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
@@ -77,9 +74,9 @@ class DeviceTensor:
     """A contiguous tensor in device memory; a consumer takes it with `from_dlpack(tensor)`.
 
     Attributes:
-        address: of its first element.
-        shape: sizes.
-        dtype: numpy's dtype.
+        address: address of the first element.
+        shape: size of each axis.
+        dtype: numpy dtype of the elements.
     """
 
     def __init__(self, address: int, shape: tuple[int, ...], dtype: np.dtype, memory: Any, device: int = CUDA) -> None:
@@ -88,7 +85,7 @@ class DeviceTensor:
 
     @classmethod
     def owning(cls, address: int, shape: tuple[int, ...], dtype: np.dtype, release: Callable[[], None]) -> DeviceTensor:
-        """A tensor whose memory is released when it, its parts and its consumers are gone."""
+        """Returns a tensor that calls `release` when the tensor, its parts and its consumers are gone."""
         return cls(address, shape, dtype, _Memory(release))
 
     @property
@@ -103,39 +100,34 @@ class DeviceTensor:
         return self.shape[0]
 
     def part(self, index: int, length: int | None = None) -> DeviceTensor:
-        """Element `index` of the first axis, of it the first `length` of the next: the same memory, still contiguous."""
+        """Returns element `index` of the first axis, cut to `length` along the next axis.
+
+        The part is contiguous and shares the memory of the tensor.
+        """
         stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
         shape = self.shape[1:] if length is None else (length, *self.shape[2:])
         return DeviceTensor(self.address + index * stride, shape, self.dtype, self._memory, self._device)
 
     def whole(self, *axes: int) -> DeviceTensor:
-        """The tensor [*axes, …] that this one is the first part of: the same memory from the same address on."""
+        """Returns the tensor with shape `axes` that begins at the same address. This tensor is the first part of it."""
         return DeviceTensor(self.address, axes, self.dtype, self._memory, self._device)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device, 0
 
     def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        """A capsule for any consumer. The data are ready: a session waits for its step before it returns one."""
+        """Returns a capsule for any consumer. The data are ready, because a session waits for the end of its step."""
         shape = (ctypes.c_int64 * self.ndim)(*self.shape)
         code = _BFLOAT if self.dtype == _BFLOAT16 else _CODES[self.dtype.kind]
-        tensor = _Tensor(
-            self.address,
-            _Device(self._device, 0),
-            self.ndim,
-            _DataType(code, self.dtype.itemsize * 8, 1),
-            shape,
-            None,
-            0,
-        )
-        managed = _Managed(tensor, None, _delete)
+        device, dtype = _Device(self._device, 0), _DataType(code, self.dtype.itemsize * 8, 1)
+        managed = _DLManagedTensor(_DLTensor(self.address, device, self.ndim, dtype, shape, None, 0), None, _delete)
         _exported[ctypes.addressof(managed)] = (managed, shape, self._memory)
         return _api.PyCapsule_New(ctypes.addressof(managed), _NAME, None)
 
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Sequences [T, E] that a step gathers on the device into one right-padded batch [B, width, E]."""
+    """Sequences `[T, E]` on the device. A step copies them into one batch `[B, width, E]`, padded on the right."""
 
     rows: list[DeviceTensor]
     width: int
@@ -151,34 +143,32 @@ def _delete(managed: Any) -> None:
 
 
 def is_device_tensor(x: Any) -> bool:
-    """Whether an object is a tensor in CUDA memory, by the DLPack protocol."""
+    """Whether an object is a tensor in CUDA memory that supports DLPack."""
     device = getattr(x, "__dlpack_device__", None)
     return device is not None and int(device()[0]) == CUDA
 
 
 def import_tensor(x: Any, stream: int) -> DeviceTensor:
-    """Takes a CUDA tensor from another library; nothing is copied, and `stream` waits for what its producer has queued.
+    """Takes a CUDA tensor from another library without a copy. `stream` waits for what the producer has queued.
 
     Raises:
-        InputError: it is not contiguous, or of a dtype that no graph takes.
+        InputError: the tensor is not contiguous, or no graph takes its dtype.
     """
     if isinstance(x, DeviceTensor):
         return x
     capsule = x.__dlpack__(stream=stream)
-    managed = _Managed.from_address(_api.PyCapsule_GetPointer(capsule, _NAME))
+    managed = _DLManagedTensor.from_address(_api.PyCapsule_GetPointer(capsule, _NAME))
     _api.PyCapsule_SetName(capsule, _USED_NAME)
     memory = _Memory(lambda: managed.deleter(ctypes.byref(managed)) if managed.deleter else None)
     tensor = managed.tensor
     shape = tuple(tensor.shape[axis] for axis in range(tensor.n_axes))
-    if tensor.strides and [tensor.strides[axis] for axis in range(len(shape)) if shape[axis] > 1] != [
-        int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)) if shape[axis] > 1
-    ]:
-        raise InputError(
-            f"device tensor: got shape {list(shape)} with gaps between its elements, expected a contiguous one"
-        )
-    return DeviceTensor(
-        (tensor.data or 0) + tensor.byte_offset, shape, _numpy_dtype(tensor.dtype), memory, tensor.device.kind
-    )
+    if tensor.strides:
+        for axis, size in enumerate(shape):
+            if size > 1 and tensor.strides[axis] != int(np.prod(shape[axis + 1 :])):
+                problem = f"got shape {list(shape)} with gaps between its elements"
+                raise InputError(f"device tensor: {problem}, expected a contiguous one")
+    address = (tensor.data or 0) + tensor.byte_offset
+    return DeviceTensor(address, shape, _numpy_dtype(tensor.dtype), memory, tensor.device.kind)
 
 
 def _numpy_dtype(dtype: _DataType) -> np.dtype:
@@ -186,7 +176,6 @@ def _numpy_dtype(dtype: _DataType) -> np.dtype:
         return _BFLOAT16
     kinds = {code: kind for kind, code in _CODES.items()}
     if dtype.lanes != 1 or dtype.code not in kinds or dtype.bits % 8:
-        raise InputError(
-            f"device tensor: got DLPack type code {dtype.code} of {dtype.bits} bits, expected integers or floating point"
-        )
+        got = f"DLPack type code {dtype.code} with {dtype.bits} bits"
+        raise InputError(f"device tensor: got {got}, expected integers or floating point")
     return np.dtype(f"{kinds[dtype.code]}{dtype.bits // 8}")

@@ -1,4 +1,4 @@
-"""Which GPUs the CUDA driver sees, asked of the driver itself: no package is needed, and none is loaded where there is no driver."""
+"""Asks the CUDA driver which GPUs it sees. This needs no package, and works on machines without a driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attrib
 
 @dataclass(frozen=True)
 class Gpu:
-    """One visible GPU: its name and compute capability, such as "9.0"."""
+    """One visible GPU: its name and its compute capability, such as "9.0"."""
 
     name: str
     compute_capability: str
@@ -28,7 +28,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver knows, such as (13, 0); None without a driver."""
+    """The newest CUDA version that the driver supports, such as (13, 0); None without a driver."""
     cuda, version = _driver(), ctypes.c_int()
     if cuda is None or cuda.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Whether an engine may be used here: its file, its origin, and the machine."""
+"""Checks whether an engine can be used here: its file, the files it was built from, and the machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from exporter.common.errors import BundleError
 
 
 def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> None:
-    """Checks an engine's file against its record: size, and with verify="full" its checksum.
+    """Checks an engine's file against its record: its size, and with verify="full" also its checksum.
 
     Raises:
-        BundleError: the file is missing or not the one that was built.
+        BundleError: the file is missing, or it is another file than the one that was built.
     """
     problem = file_problem(folder, record, verify)
     if problem:
@@ -23,40 +23,40 @@ def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> No
 
 
 def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
-    """Refuses an engine whose graph or weights are not the bundle's, or that is larger than one of these weights can be.
+    """Checks that an engine was built from the bundle's graph and weights, and is no larger than they allow.
 
     Raises:
-        BundleError: names what changed.
+        BundleError: a file changed, or the engine is too large; the message names it.
     """
     problem = size_problem(bundle, record)
+    changed = [] if problem else changed_origins(bundle, record)
+    if changed:
+        problem = f"{', '.join(changed)} changed since it was built; build again"
     if problem:
         raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
-    changed = changed_origins(bundle, record)
-    if changed:
-        raise BundleError(
-            f"engine {bundle.folder / record.file}: {', '.join(changed)} changed since it was built; build again"
-        )
 
 
 def check_runnable(record: EngineRecord, backend: str, version: str, gpus: Sequence[Gpu]) -> None:
-    """Refuses an engine of another backend, version or GPU, before anything of it is loaded.
+    """Checks that this backend, version and GPU can run an engine. The engine's file is not read.
+
+    Args:
+        record: record of the engine.
+        backend, version: name and version of the TensorRT that is installed here.
+        gpus: the visible GPUs; the first one is used.
 
     Raises:
-        BundleError: "built with X, this is Y".
+        BundleError: something differs; the message names both sides.
     """
+    subject, built_with = f"engine {record.file}", f"built with {record.backend} {record.version}"
     if record.backend != backend:
-        raise BundleError(
-            f"engine {record.file}: built with {record.backend} {record.version}, this is {backend} {version}; build again with it"
-        )
+        raise BundleError(f"{subject}: {built_with}, this is {backend} {version}; build again with it")
     if record.version != version and not record.options["version_compatible"]:
-        raise BundleError(
-            f"engine {record.file}: built with {record.backend} {record.version}, this is {version}; build again"
-        )
+        raise BundleError(f"{subject}: {built_with}, this is {version}; build again")
     if not gpus:
-        raise BundleError(f"engine {record.file}: it needs a GPU, and none is visible")
+        raise BundleError(f"{subject}: it needs a GPU, and none is visible")
     here = gpus[0]
-    if record.compute_capability is not None and record.compute_capability != here.compute_capability:
+    if record.compute_capability not in (None, here.compute_capability):
         raise BundleError(
-            f"engine {record.file}: built for compute capability {record.compute_capability}, this is {here.name} with "
-            f"{here.compute_capability}; build again here, or build with --hardware-compatibility"
+            f"{subject}: built for compute capability {record.compute_capability}, this is {here.name} with "
+            f"{here.compute_capability}; build again here, or build with hardware_compatibility"
         )

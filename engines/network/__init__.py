@@ -1,1 +1,1 @@
-"""An ONNX file as TensorRT understands it, and the shapes and options it is built with."""
+"""The ONNX file of a build, the network that TensorRT parses from it, and the shapes and options of the build."""

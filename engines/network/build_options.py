@@ -1,4 +1,4 @@
-"""Build options that users of trtexec know: checked by name before a build, then set on a builder config."""
+"""Build options, named as in trtexec: checked before a build, then set on a builder config."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ from exporter.spec.catalogue import LARGEST_COUNT, short
 
 HARDWARE_COMPATIBILITY = ("none", "ampere_plus", "same_compute_capability")
 PROFILING_VERBOSITY = ("layer_names_only", "none", "detailed")
+HIGHEST_LEVEL = 5  # of the builder optimization
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What trtexec calls --memPoolSize, --builderOptimizationLevel, --timingCacheFile and so on.
+    """The options of a build, such as trtexec's --memPoolSize, --builderOptimizationLevel and --timingCacheFile.
 
     Attributes:
-        workspace_mib: limit of the workspace pool in MiB; None leaves TensorRT's own.
-        builder_optimization_level: 0 to 5; None leaves TensorRT's own.
-        timing_cache: file to read and update; a damaged one is replaced.
-        version_compatible: the engine runs on later versions too.
-        hardware_compatibility: which other GPUs the engine runs on.
-        strip_plan: leave the weights out; refit them before use.
-        refit: weights can be replaced later.
-        profiling_verbosity: what the engine tells of its layers.
-        tf32: allow float32 matrix products in TF32; off by default, and stated in the engine's record either way.
+        workspace_mib: limit of the workspace pool in MiB; None keeps TensorRT's default.
+        builder_optimization_level: 0 to 5; None keeps TensorRT's default.
+        timing_cache: file with kernel timings to read and update; a damaged file is replaced.
+        version_compatible: whether the engine runs on later versions too.
+        hardware_compatibility: which other GPUs the engine runs on, one of `HARDWARE_COMPATIBILITY`.
+        strip_plan: whether to leave the weights out; a refit puts them in before use.
+        refit: whether the weights can be replaced later.
+        profiling_verbosity: what the engine says about its layers, one of `PROFILING_VERBOSITY`.
+        tf32: whether float32 matrix products may use TF32. The engine's record has the value in both cases.
+
+    Raises:
+        InputError: a value is out of range; the message has the option and the allowed values.
     """
 
     workspace_mib: int | None = None
@@ -44,21 +48,20 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.workspace_mib is not None and not 1 <= self.workspace_mib <= LARGEST_COUNT:
-            raise InputError(f"workspace: got {short(self.workspace_mib)} MiB, expected 1 to {LARGEST_COUNT:,}")
+            raise InputError(f"workspace_mib: got {short(self.workspace_mib)}, expected 1 to {LARGEST_COUNT:,}")
         level = self.builder_optimization_level
-        if level is not None and not 0 <= level <= 5:
-            raise InputError(f"builder-optimization-level: got {level}, expected 0 to 5")
-        if self.hardware_compatibility not in HARDWARE_COMPATIBILITY:
-            raise InputError(
-                f"hardware-compatibility: got {self.hardware_compatibility!r}, expected one of {', '.join(HARDWARE_COMPATIBILITY)}"
-            )
-        if self.profiling_verbosity not in PROFILING_VERBOSITY:
-            raise InputError(
-                f"profiling-verbosity: got {self.profiling_verbosity!r}, expected one of {', '.join(PROFILING_VERBOSITY)}"
-            )
+        if level is not None and not 0 <= level <= HIGHEST_LEVEL:
+            raise InputError(f"builder_optimization_level: got {level}, expected 0 to {HIGHEST_LEVEL}")
+        for name, allowed in (
+            ("hardware_compatibility", HARDWARE_COMPATIBILITY),
+            ("profiling_verbosity", PROFILING_VERBOSITY),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise InputError(f"{name}: got {value!r}, expected one of {', '.join(allowed)}")
 
     def to_dict(self) -> dict:
-        """For the engine's record; the timing cache only says whether there was one."""
+        """The options for the engine's record. For the timing cache it only has whether there was one."""
         return {
             "workspace_mib": self.workspace_mib,
             "builder_optimization_level": self.builder_optimization_level,
@@ -73,38 +76,35 @@ class BuildOptions:
 
 
 def check_options(options: BuildOptions, backend: Backend, gpus: Sequence[Gpu]) -> None:
-    """Refuses, by name and before the build, what a backend cannot honour here.
+    """Checks that a backend supports the options here, before the build.
 
     Raises:
-        BackendError: names the option, the backend and what to do instead.
+        BackendError: it does not; the message has the option, the backend and what to do instead.
     """
     if not backend.is_rtx:
         if not gpus:
-            raise BackendError(
-                f"{backend}: it builds on the GPU it builds for, and none is visible; use --backend tensorrt-rtx"
-            )
+            problem = "it builds for the GPU of this machine, and none is visible"
+            raise BackendError(f"{backend}: {problem}; use backend=tensorrt-rtx")
         return
+    leave_out, problem = "leave the option out", ""
     if options.timing_cache is not None:
-        raise BackendError(
-            f"timing-cache: {backend} has none, its timing cache operations do nothing; leave the option out"
+        problem = f"timing_cache: {backend} has no timing cache, its functions for one do nothing; {leave_out}"
+    elif options.version_compatible:
+        problem = (
+            f"version_compatible: {backend} lacks the lean runtime that such an engine needs; use backend=tensorrt"
         )
-    if options.version_compatible:
-        raise BackendError(
-            f"version-compatible: {backend} comes without the lean runtime that such engines carry; use --backend tensorrt"
-        )
-    if options.hardware_compatibility != "none":
-        raise BackendError(
-            f"hardware-compatibility: {backend} ignores it, its engines run on Ampere and newer RTX GPUs anyway; leave the option out"
-        )
-    for name in ("strip_plan", "refit"):
-        if getattr(options, name) and not gpus:
-            raise BackendError(
-                f"{name.replace('_', '-')}: {backend} needs a GPU to build such an engine, and none is visible; leave the option out"
-            )
+    elif options.hardware_compatibility != "none":
+        always = "its engines always run on Ampere and newer RTX GPUs"
+        problem = f"hardware_compatibility: {backend} ignores it, {always}; {leave_out}"
+    elif not gpus and (options.strip_plan or options.refit):
+        name = "strip_plan" if options.strip_plan else "refit=True"
+        problem = f"{name}: {backend} needs a GPU to build such an engine, and none is visible; {leave_out}"
+    if problem:
+        raise BackendError(problem)
 
 
 def apply_options(options: BuildOptions, trt: Any, config: Any) -> None:
-    """Sets the options on an IBuilderConfig; the timing cache is handled by the build, which also saves it."""
+    """Sets the options on an IBuilderConfig, except the timing cache, which `engines.building.timing_cache` sets."""
     flags = {
         "VERSION_COMPATIBLE": options.version_compatible,
         "STRIP_PLAN": options.strip_plan,

@@ -1,4 +1,4 @@
-"""A parsed TensorRT network: read from an ONNX source, and made legible as plain data for checks and inspection."""
+"""Parses an ONNX model with TensorRT, and describes the network as plain data for checks and inspection."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ DTYPE_NAMES = {
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """An input or output of a network: -1 stands for a dynamic axis."""
+class NetworkTensor:
+    """An input or output of a network. A dynamic axis has size -1."""
 
     name: str
     dtype: str
@@ -39,14 +39,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention: what the parser understood of it.
+    """One attention layer, as the parser made it.
 
     Attributes:
+        name: name of the layer.
         queries, keys: shapes [B, H, T, D] and [B, K, L, D].
-        dtype: of the queries.
-        mask: whether it has an explicit mask.
+        dtype: dtype of the queries.
+        mask: whether the layer has an explicit mask.
         causal_kind: "NONE", "UPPER_LEFT", …
-        key_value_lengths: whether it takes lengths of keys and values.
+        key_value_lengths: whether the layer takes lengths of keys and values.
     """
 
     name: str
@@ -60,7 +61,13 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class CacheUpdate:
-    """One KV-cache update: the tensor it updates, what it puts out, and which of both are the network's own."""
+    """One KV-cache update layer.
+
+    Attributes:
+        name: name of the layer.
+        past, present: names of the tensor that it updates and of its output.
+        past_is_input, present_is_output: whether they are an input and an output of the network.
+    """
 
     name: str
     past: str
@@ -71,11 +78,14 @@ class CacheUpdate:
 
 @dataclass
 class ParsedNetwork:
-    """A network and what keeps it alive: TensorRT objects must outlive what was made from them.
+    """A network, with the TensorRT objects that must live as long as it.
 
     Attributes:
-        backend, builder, network, parser, logger: as TensorRT made them.
-        layer_types: how many layers of each type.
+        backend: the backend that parsed it.
+        builder, network, parser, logger: objects of TensorRT.
+        inputs, outputs: tensors of the network.
+        attention, cache_updates: its layers of these kinds.
+        layer_types: number of layers of each type.
     """
 
     backend: Backend
@@ -83,23 +93,24 @@ class ParsedNetwork:
     network: Any
     parser: Any
     logger: Any
-    inputs: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
+    inputs: tuple[NetworkTensor, ...] = ()
+    outputs: tuple[NetworkTensor, ...] = ()
     attention: tuple[AttentionLayer, ...] = ()
     cache_updates: tuple[CacheUpdate, ...] = ()
     layer_types: Counter[str] = field(default_factory=Counter)
 
 
 def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> ParsedNetwork:
-    """Parses an ONNX model whose external data lies beside `path`; the data never passes through a protobuf.
+    """Parses an ONNX model. TensorRT reads the external data itself, from the folder of `path`.
 
     Raises:
+        BackendError: TensorRT cannot create a builder.
         CheckFailed: TensorRT's parser refuses the graph; the message has the node and the parser's reason.
     """
     trt, logger = backend.trt, create_logger(backend.trt)
     builder = trt.Builder(logger)
     if builder is None:
-        raise BackendError(f"{backend}: it cannot create a builder: {' '.join(logger.errors[-1:])}")
+        raise BackendError(f"{backend}: it cannot create a builder: {logger.reason()}")
     network = builder.create_network(_strongly_typed(trt))
     parser = trt.OnnxParser(network, logger)
     with timed(log, "%s parsed by %s", path, backend):
@@ -109,30 +120,22 @@ def parse_network(backend: Backend, model: onnx.ModelProto, path: Path) -> Parse
     if not good:
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         reasons = [f"{error.node_name() or error.node_operator()}: {error.desc()}" for error in errors]
-        raise CheckFailed(
-            f"{path}: {backend} does not parse it:\n  "
-            + "\n  ".join(reasons or logger.errors[-1:] or ["no reason given"])
-        )
+        raise CheckFailed(f"{path}: {backend} does not parse it:\n  " + "\n  ".join(reasons or [logger.reason()]))
     parsed = ParsedNetwork(backend, builder, network, parser, logger)
     try:
         parsed.inputs = tuple(_tensor(network.get_input(i)) for i in range(network.num_inputs))
         parsed.outputs = tuple(_tensor(network.get_output(i)) for i in range(network.num_outputs))
         _read_layers(parsed)
-    except (RuntimeError, ValueError) as error:  # shapes that contradict each other show when they are asked for
-        raise CheckFailed(
-            f"{path}: {backend} parses it and cannot tell its shapes ({error}): {' '.join(logger.errors[-1:])}"
-        ) from None
-    log.info(
-        "%d layers, %d attentions, %d cache updates",
-        network.num_layers,
-        len(parsed.attention),
-        len(parsed.cache_updates),
-    )
+    except (RuntimeError, ValueError) as error:  # TensorRT finds contradicting shapes only when it is asked for a shape
+        problem = f"{backend} parses it and cannot compute its shapes ({error})"
+        raise CheckFailed(f"{path}: {problem}: {logger.reason()}") from None
+    counts = (network.num_layers, len(parsed.attention), len(parsed.cache_updates))
+    log.info("%d layers, %d attentions, %d cache updates", *counts)
     return parsed
 
 
 def _strongly_typed(trt: Any) -> int:
-    """Creation flags for a strongly typed network: TensorRT 10 asks for it, later ones know nothing else."""
+    """Creation flags for a strongly typed network. TensorRT 10 needs a flag, later versions make no other network."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
 
@@ -145,13 +148,12 @@ def _read_layers(parsed: ParsedNetwork) -> None:
         kind = layer.type.name
         parsed.layer_types[kind] += 1
         if kind == "ATTENTION_INPUT":
-            layer.__class__ = trt.IAttentionInputLayer  # properties of a layer show once its class is its own
+            layer.__class__ = trt.IAttentionInputLayer  # a layer has its properties once its class is set
             attention.append(_attention(layer))
         elif kind == "KV_CACHE_UPDATE":
             past, present = layer.get_input(0), layer.get_output(0)
-            updates.append(
-                CacheUpdate(layer.name, past.name, present.name, past.is_network_input, present.is_network_output)
-            )
+            ends = (past.is_network_input, present.is_network_output)
+            updates.append(CacheUpdate(layer.name, past.name, present.name, *ends))
     parsed.attention, parsed.cache_updates = tuple(attention), tuple(updates)
 
 
@@ -169,10 +171,10 @@ def _attention(layer: Any) -> AttentionLayer:
     )
 
 
-def _tensor(tensor: Any) -> Tensor:
-    return Tensor(tensor.name, dtype_name(tensor.dtype), tuple(tensor.shape))
+def _tensor(tensor: Any) -> NetworkTensor:
+    return NetworkTensor(tensor.name, dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def dtype_name(dtype: Any) -> str:
-    """Our name of a TensorRT dtype."""
+    """Returns our name of a TensorRT dtype."""
     return DTYPE_NAMES.get(dtype.name, dtype.name.lower())

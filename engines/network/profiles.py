@@ -1,4 +1,4 @@
-"""Optimization profiles: the shapes an engine accepts. Pure arithmetic over axis names, and the spellings people know."""
+"""Optimization profiles: the shapes that an engine accepts. They come from axis names and limits, or from texts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL
 DEFAULT_MAX_BATCH = 4
 DEFAULT_MAX_SEQ_LEN = 512
 
+KNOWN_AXES = (BATCH, SEQUENCE, TOTAL)  # dynamic axes whose ranges follow from the limits
+
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Range:
-    """Smallest, most likely and largest shape of one input; TensorRT tunes for the middle one."""
+    """Smallest, most likely and largest shape of one input. TensorRT optimizes for the most likely one."""
 
     min: Shape
     opt: Shape
@@ -31,7 +33,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile: a name for people, and the range of every input."""
+    """One profile: a name for messages, and the range of every input."""
 
     name: str
     ranges: dict[str, Range]
@@ -43,32 +45,33 @@ class Profile:
 def default_profiles(
     axes: Mapping[str, Sequence[int | str]], max_batch: int, max_seq_len: int, cache_capacity: int | None
 ) -> list[Profile]:
-    """Two profiles over one engine: decode (T = 1) and prefill (T = 1 … max_seq_len), batch and total length dynamic.
+    """Returns two profiles for one engine: decode (T = 1) and prefill (T = 1 … max_seq_len).
 
-    A graph without a sequence axis gets one.
+    Batch and total length are dynamic in both. A graph without a sequence axis gets one profile.
 
     Args:
-        axes: input name → number or symbol of each axis, the capacity already a number.
-        max_batch: most sequences of one step.
-        max_seq_len: most new tokens of one step, not the total.
-        cache_capacity: most tokens that a step reads; None for a graph without a cache, which reads up to 2,048 or max_seq_len.
+        axes: input name → number or symbol of each axis; the capacity is already a number.
+        max_batch: largest number of sequences in one step.
+        max_seq_len: largest number of new tokens of a sequence in one step, without the cached ones.
+        cache_capacity: largest number of tokens that a step reads. None is for a graph without a cache, which reads up
+            to the larger of 2,048 and max_seq_len.
 
     Raises:
-        InputError: a limit is below 1, max_seq_len is beyond the capacity, or an axis has a name with no known range.
+        InputError: a limit is below 1, max_seq_len is larger than the capacity, or the range of an axis is unknown.
     """
     for name, value in (("max_batch", max_batch), ("max_seq_len", max_seq_len), ("cache_capacity", cache_capacity)):
         if value is not None and not 1 <= value <= LARGEST_COUNT:
             raise InputError(f"profile {name}: got {short(value)}, expected 1 to {LARGEST_COUNT:,}")
     if cache_capacity is not None and max_seq_len > cache_capacity:
+        expected = f"at most the cache capacity {cache_capacity}"
         raise InputError(
-            f"profile max_seq_len: got {max_seq_len}, expected at most the cache capacity {cache_capacity}; lower it or raise --cache-capacity"
+            f"profile max_seq_len: got {max_seq_len}, expected {expected}; lower it, or raise cache_capacity"
         )
     symbols = {axis for shape in axes.values() for axis in shape if isinstance(axis, str)}
-    unknown = sorted(symbols - {BATCH, SEQUENCE, TOTAL})
+    unknown = sorted(symbols - set(KNOWN_AXES))
     if unknown:
-        raise InputError(
-            f"profile: no known range for axes {unknown}, expected {BATCH}, {SEQUENCE} or {TOTAL}; give --min-shapes, --opt-shapes and --max-shapes"
-        )
+        expected, fix = ", ".join(KNOWN_AXES), "give min_shapes, opt_shapes and max_shapes"
+        raise InputError(f"profile: got axes {unknown} of unknown range, expected some of {expected}; {fix}")
     longest = max(DEFAULT_CACHE_CAPACITY, max_seq_len) if cache_capacity is None else cache_capacity
     batch, total = (1, max_batch, max_batch), (1, max(1, longest // 2), longest)
     sequences = (
@@ -90,18 +93,17 @@ def _ranges(axes: Mapping[str, Sequence[int | str]], sizes: Mapping[str, tuple[i
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
-    """Reads shapes as trtexec writes them, `x:1x16,mask:1x32`, or as Polygraphy does, `x:[1,16]`, also several by commas.
+    """Reads shapes as trtexec writes them, `x:1x16,mask:1x32`, or as Polygraphy writes them, `x:[1,16],mask:[1,32]`.
 
     Raises:
-        InputError: anything else, or one name twice.
+        InputError: the text has another form, or one name twice.
     """
     shapes: dict[str, Shape] = {}
     for entry in re.split(r",(?![^\[]*\])", text):  # at commas outside of brackets
         match = re.fullmatch(r"\s*([^\s\[\];,]+):(?:(\d+(?:x\d+)*)|\[\s*(\d+(?:\s*,\s*\d+)*)\s*\])\s*", entry)
         if match is None:
-            raise InputError(
-                f"shapes: got {short(entry)}, expected NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy"
-            )
+            expected = "NAME:1x16 as in trtexec or NAME:[1,16] as in Polygraphy"
+            raise InputError(f"shapes: got {short(entry)}, expected {expected}")
         if match[1] in shapes:
             raise InputError(f"shapes: {match[1]} is given twice in {text!r}")
         if any(len(size) > 10 for size in re.findall(r"\d+", match[2] or match[3])):
@@ -113,15 +115,14 @@ def parse_shapes(text: str) -> dict[str, Shape]:
 def explicit_profiles(
     axes: Mapping[str, Sequence[int | str]], minima: Sequence[str], optima: Sequence[str], maxima: Sequence[str]
 ) -> list[Profile]:
-    """Profiles from shapes that the user spelt out: the n-th of each list makes the n-th profile.
+    """Returns profiles from the user's own shapes: the n-th text of each list makes the n-th profile.
 
     Raises:
-        InputError: the lists differ in length, an input is missing or unknown, or min ≤ opt ≤ max does not hold.
+        InputError: the lists differ in length, an input is missing or unknown, or min ≤ opt ≤ max is wrong.
     """
     if not len(minima) == len(optima) == len(maxima):
-        raise InputError(
-            f"profiles: got {len(minima)} --min-shapes, {len(optima)} --opt-shapes and {len(maxima)} --max-shapes, expected as many of each"
-        )
+        got = f"{len(minima)} min_shapes, {len(optima)} opt_shapes and {len(maxima)} max_shapes"
+        raise InputError(f"profiles: got {got}, expected as many of each")
     return [
         Profile(f"profile {index}", _explicit_ranges(axes, texts, index))
         for index, texts in enumerate(zip(minima, optima, maxima, strict=True))
@@ -136,38 +137,38 @@ def _explicit_ranges(
     for kind, shapes in (("min", minima), ("opt", optima), ("max", maxima)):
         unknown, missing = sorted(set(shapes) - set(axes)), sorted(dynamic - set(shapes))
         if unknown or missing:
-            raise InputError(
-                f"profile {index} {kind}: unknown inputs {unknown}, missing inputs {missing}; the graph has {sorted(axes)}"
-            )
+            problem = f"unknown inputs {unknown}, missing inputs {missing}"
+            raise InputError(f"profile {index} {kind}: {problem}; the graph has {sorted(axes)}")
     ranges = {}
     for name, shape in axes.items():
-        fixed = tuple(axis for axis in shape if isinstance(axis, int))  # all of it, where it may be left out
-        r = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
-        for size in (r.min, r.opt, r.max):
-            if len(size) != len(shape) or any(
-                isinstance(axis, int) and axis != got for axis, got in zip(shape, size, strict=True)
-            ):
-                raise InputError(f"profile {index} {name}: got shape {list(size)}, expected {list(shape)}")
-        if not all(
-            1 <= low <= middle <= high <= LARGEST_COUNT for low, middle, high in zip(r.min, r.opt, r.max, strict=True)
-        ):
-            got = f"min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}"
-            raise InputError(f"profile {index} {name}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
-        ranges[name] = r
+        fixed = tuple(
+            axis for axis in shape if isinstance(axis, int)
+        )  # the whole shape of an input that may be missing
+        ranges[name] = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
+        _check_range(f"profile {index} {name}", shape, ranges[name])
     return ranges
 
 
+def _check_range(subject: str, shape: Sequence[int | str], r: Range) -> None:
+    for sizes in (r.min, r.opt, r.max):
+        fits = len(sizes) == len(shape)
+        if not fits or any(isinstance(axis, int) and axis != size for axis, size in zip(shape, sizes, strict=True)):
+            raise InputError(f"{subject}: got shape {list(sizes)}, expected {list(shape)}")
+    for low, middle, high in zip(r.min, r.opt, r.max, strict=True):
+        if not 1 <= low <= middle <= high <= LARGEST_COUNT:
+            got = f"min {list(r.min)}, opt {list(r.opt)}, max {list(r.max)}"
+            raise InputError(f"{subject}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
+
+
 def check_capacity(profiles: Sequence[Profile], cache_capacity: int) -> None:
-    """Refuses profiles that let a step read or write beyond the cache.
+    """Checks that no profile allows a step to read or write beyond the cache.
 
     Raises:
-        InputError: names the profile, what it asks for and the capacity.
+        InputError: one does; the message has the profile, its length and the capacity.
     """
     for profile in profiles:
         for name, does in (("attention_mask", "reads"), ("position_ids", "writes")):
             r = profile.ranges.get(name)
             if r is not None and len(r.max) == 2 and r.max[1] > cache_capacity:
-                raise InputError(
-                    f"{profile.name}: it {does} up to {r.max[1]} cached tokens, the cache capacity is {cache_capacity}; "
-                    "lower --max-shapes or raise --cache-capacity"
-                )
+                problem = f"it {does} up to {r.max[1]} cached tokens, the cache capacity is {cache_capacity}"
+                raise InputError(f"{profile.name}: {problem}; lower max_shapes or raise cache_capacity")

@@ -1,4 +1,14 @@
-"""The ONNX file that an engine is built from: read without its weights, checked, its cache capacity fixed."""
+"""Reads the ONNX file that an engine is built from, without its weights, and checks it before TensorRT parses it.
+
+Two kinds of checks are here:
+
+* `load_source` checks the form of an untrusted file. A damaged or hostile file never reaches TensorRT. The graph of a
+  bundle passes a stricter check first, in `exporter.bundle.graph_form`.
+* `check_cache_axes` and `check_attention_nodes` check the content of a valid graph: TensorRT must be able to compute it
+  as ONNX defines it.
+
+`engines.network.network_checks` checks the parsed network against our contract.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +24,40 @@ from exporter.common.errors import BundleError, CheckFailed
 from exporter.spec.catalogue import short
 from exporter.spec.tensors import CAPACITY
 
-LARGEST_BYTES = 2**31 - 1  # of a protobuf message
+LARGEST_BYTES = 2**31 - 1  # limit of a protobuf message
+DAMAGED = "not an ONNX file, or a damaged one"
 Axes = dict[str, tuple[int | str, ...]]  # tensor name → number or symbol of each axis
 
 _UPPER_LEFT = (
-    "TensorRT masks causally from the upper left, query t seeing keys 0 … t only: a decode step over a cache would attend to "
-    "position 0 alone, without a warning"
+    "TensorRT aligns a causal mask to the upper left, so that query t sees keys 0 … t only: "
+    "a decode step over a cache would attend to position 0 alone, without a warning"
 )
 
 
 def load_source(path: Path) -> onnx.ModelProto:
-    """Reads an ONNX file without its external data, and checks that the data it refers to is there.
+    """Reads an ONNX file without its external data, and checks its form. The file may be untrusted.
 
     Raises:
-        BundleError: the file is missing or damaged, a function calls itself, or external data is missing, too short or outside the file's folder.
+        BundleError: the file is missing or damaged, a function calls itself, or external data is missing, too short or
+            outside of the file's folder.
     """
     if not path.is_file() or not is_text(path):
         raise BundleError(f"{path}: no such file, or a path that is not valid UTF-8")
-    if path.stat().st_size > LARGEST_BYTES:
-        raise BundleError(
-            f"{path}: it has {path.stat().st_size:,} bytes, expected less than 2 GiB as of any ONNX file; keep its weights beside it"
-        )
+    size = path.stat().st_size
+    if size > LARGEST_BYTES:
+        problem = f"got {size:,} bytes, expected less than 2 GiB, the limit of an ONNX file"
+        raise BundleError(f"{path}: {problem}; keep its weights in a file beside it")
     try:
         model = onnx.load(path, load_external_data=False)
-    except DecodeError as error:
-        raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
-    if not model.graph.node:
-        raise BundleError(f"{path}: not an ONNX file, or a damaged one (it has no nodes)")
-    try:
         tensors = list(_tensors(model))
-    except UnicodeError as error:
-        raise BundleError(f"{path}: not an ONNX file, or a damaged one ({error})") from None
+    except (DecodeError, UnicodeError) as error:
+        raise BundleError(f"{path}: {DAMAGED} ({error})") from None
+    if not model.graph.node:
+        raise BundleError(f"{path}: {DAMAGED} (it has no nodes)")
     for node in model.graph.node:
         if not any(node.output) or (node.op_type == "TensorScatter" and not node.input):
-            raise BundleError(
-                f"{path}: the node {short(node.name)} ({short(node.op_type)}) reads or makes nothing; the file is damaged"
-            )
+            name = f"{short(node.name)} ({short(node.op_type)})"
+            raise BundleError(f"{path}: the node {name} reads or makes nothing; the file is damaged")
     for tensor in tensors:
         if tensor.data_location == onnx.TensorProto.EXTERNAL or tensor.external_data:
             _check_external(path, tensor)
@@ -58,10 +66,10 @@ def load_source(path: Path) -> onnx.ModelProto:
 
 
 def _check_functions(path: Path, model: onnx.ModelProto) -> None:
-    """Refuses functions that lead back to themselves: ONNX has no such, and TensorRT's parser unfolds them until its stack is full.
+    """Checks that no function calls itself. ONNX does not allow it, and TensorRT's parser would expand it forever.
 
     Raises:
-        BundleError: names one.
+        BundleError: one does; the message has its name.
     """
     calls = {
         _key(each.domain, each.name): {_key(node.domain, node.op_type) for node in _nodes(each.node)}
@@ -70,17 +78,17 @@ def _check_functions(path: Path, model: onnx.ModelProto) -> None:
     try:
         graphlib.TopologicalSorter(calls).prepare()
     except graphlib.CycleError as error:
-        raise BundleError(
-            f"{path}: its function {short(error.args[1][0][1])} calls itself, which ONNX does not allow; the file is damaged"
-        ) from None
+        problem = f"its function {short(error.args[1][0][1])} calls itself, which ONNX does not allow"
+        raise BundleError(f"{path}: {problem}; the file is damaged") from None
 
 
 def _key(domain: str, name: str) -> tuple[str, str]:
+    """The name of a function or operator; "" and "ai.onnx" are the same domain."""
     return ("" if domain == "ai.onnx" else domain, name)
 
 
 def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """The nodes and those in their subgraphs."""
+    """The nodes and the nodes in their subgraphs."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
@@ -89,10 +97,10 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a model, wherever the format can hold one: weights, constants, subgraphs, functions.
+    """Every tensor in a model: weights, constants, and those in subgraphs and functions.
 
     Raises:
-        UnicodeError: a text on the way is not UTF-8; protobuf hands it out as bytes.
+        UnicodeError: a text in the model is not UTF-8; protobuf then gives bytes.
     """
     for descriptor, value in message.ListFields():
         if descriptor.type not in (descriptor.TYPE_MESSAGE, descriptor.TYPE_STRING):
@@ -107,30 +115,30 @@ def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
 
 
 def _check_external(path: Path, tensor: onnx.TensorProto) -> None:
+    """Checks that the external data of a tensor is complete and inside the file's folder.
+
+    Raises:
+        BundleError: it is missing, too short, outside of the folder, or its place is unreadable.
+    """
     where = {entry.key: entry.value for entry in tensor.external_data}
     location, name = where.get("location", ""), tensor.name[:80]
     data = path.parent / location
     if len(where) != len(tensor.external_data):
         raise BundleError(f"{path}: the place of {name} is given twice; the file is damaged")
-    if (
-        not location
-        or "\0" in location
-        or Path(location).is_absolute()
-        or ".." in Path(location).parts
-        or not is_inside(data, path.parent)
-    ):
+    plain = location and "\0" not in location and not Path(location).is_absolute() and ".." not in Path(location).parts
+    if not plain or not is_inside(data, path.parent):
         raise BundleError(f"{path}: the data of {name} is at {location[:80]!r}, expected a file in the same folder")
     if not data.is_file():
         raise BundleError(f"{path}: the data of {name} is missing: no {location} beside it; restore it or export again")
     size = data.stat().st_size
     offset, length = _place(path, name, where, "offset", 0), _place(path, name, where, "length", size)
     if size < offset + length:
-        raise BundleError(
-            f"{path}: {location} has {size:,} bytes and {name} ends at {offset + length:,}; it was truncated"
-        )
+        problem = f"{location} has {size:,} bytes and {name} ends at {offset + length:,}"
+        raise BundleError(f"{path}: {problem}; it was truncated")
 
 
 def _place(path: Path, name: str, where: dict[str, str], key: str, default: int) -> int:
+    """Reads the offset or the length of external data. A missing length means the rest of the file."""
     text = where.get(key)
     if text is None:
         return default if key == "offset" else default - _place(path, name, where, "offset", 0)
@@ -140,7 +148,7 @@ def _place(path: Path, name: str, where: dict[str, str], key: str, default: int)
 
 
 def input_axes(model: onnx.ModelProto) -> Axes:
-    """The axes of every graph input: numbers, and symbols by name ("" where an axis is dynamic and has none)."""
+    """The axes of every graph input: numbers, or names of symbols. A dynamic axis without a name is ""."""
     return {
         value.name: tuple(
             dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in value.type.tensor_type.shape.dim
@@ -150,77 +158,69 @@ def input_axes(model: onnx.ModelProto) -> Axes:
 
 
 def check_cache_axes(path: Path, model: onnx.ModelProto) -> None:
-    """Refuses cache updates of inputs that still have a dynamic axis beside the batch; TensorRT's cache update has none.
+    """Checks that every cache has a fixed size on every axis but the batch, as TensorRT's cache update needs it.
 
     Raises:
-        CheckFailed: names each such input and its axes.
+        CheckFailed: a cache has another dynamic axis; the message has each such input and its axes.
     """
     axes = input_axes(model)
-    caches = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter" and node.input[0] in axes]
-    problems = [
-        f"{name}: got axes {list(axes[name])}"
-        for name in caches
-        if any(isinstance(axis, str) for axis in axes[name][1:])
-    ]
-    if problems:
-        raise CheckFailed(
-            f"{path}: TensorRT updates only caches of a fixed capacity, expected a number at every axis but the batch; name the axis "
-            f"{CAPACITY} and give --cache-capacity:\n  " + "\n  ".join(problems)
-        )
+    scatters = [node.input[0] for node in model.graph.node if node.op_type == "TensorScatter"]
+    dynamic = [name for name in scatters if any(isinstance(axis, str) for axis in axes.get(name, ())[1:])]
+    if dynamic:
+        problem = "TensorRT updates only caches of a fixed capacity, expected a number for every axis but the batch"
+        fix = f"name the axis {CAPACITY!r} and give cache_capacity"
+        lines = [f"{name}: got axes {list(axes[name])}" for name in dynamic]
+        raise CheckFailed("\n  ".join([f"{path}: {problem}; {fix}:", *lines]))
 
 
 def check_attention_nodes(path: Path, model: onnx.ModelProto) -> None:
-    """Refuses Attention nodes that TensorRT's parser rejects, or accepts and computes differently from the standard.
+    """Checks that TensorRT computes every Attention node as ONNX defines it.
 
     Raises:
-        CheckFailed: lists every such node with what TensorRT would have done.
+        CheckFailed: TensorRT's parser would refuse a node or compute something else; the message has every such node.
     """
     problems = [
         f"{node.name or node.output[0]}: {reason}"
         for node in model.graph.node
         if node.op_type == "Attention"
-        for reason in _misread(node, model.graph)
+        for reason in _attention_problems(node, model.graph)
     ]
     if problems:
-        raise CheckFailed(f"{path}: TensorRT would not compute what this graph says:\n  " + "\n  ".join(problems))
+        raise CheckFailed(
+            f"{path}: TensorRT would compute something else than this graph says:\n  " + "\n  ".join(problems)
+        )
 
 
-def _misread(node: onnx.NodeProto, graph: onnx.GraphProto) -> list[str]:
+def _attention_problems(node: onnx.NodeProto, graph: onnx.GraphProto) -> list[str]:
+    """What TensorRT's parser refuses or changes in an Attention node."""
     inputs = list(node.input) + [""] * (7 - len(node.input))
     attributes = {attribute.name: attribute for attribute in node.attribute}
     problems = []
     if inputs[6]:
-        problems.append(
-            f"it has nonpad_kv_seqlen, which TensorRT's parser drops; use an explicit mask. With is_causal, {_UPPER_LEFT}"
-        )
+        problem = "it has nonpad_kv_seqlen, which TensorRT's parser drops; use an explicit mask"
+        problems.append(f"{problem}. With is_causal, {_UPPER_LEFT}")
     if inputs[4] or inputs[5]:
-        problems.append(
-            "it has past inputs, which TensorRT's parser refuses; update the cache with TensorScatter and pass all keys"
-        )
+        fix = "update the cache with TensorScatter and pass all keys"
+        problems.append(f"it has past inputs, which TensorRT's parser refuses; {fix}")
     if len(node.output) > 1:
-        problems.append(
-            f"it has {len(node.output)} outputs, of which TensorRT's parser allows one; compute present outside"
-        )
+        fix = "compute present outside of the node"
+        problems.append(f"it has {len(node.output)} outputs, TensorRT's parser allows one; {fix}")
     for name in ("softcap", "softmax_precision"):
         if name in attributes and (name != "softcap" or attributes[name].f):
             problems.append(f"it has {name}, which TensorRT's parser refuses")
     if "is_causal" in attributes and attributes["is_causal"].i and not inputs[6] and not _equal_lengths(inputs, graph):
-        problems.append(
-            f"it has is_causal over keys that may be longer than the queries; {_UPPER_LEFT}; use an explicit mask"
-        )
+        problem = "it has is_causal, and there may be more keys than queries"
+        problems.append(f"{problem}; {_UPPER_LEFT}; use an explicit mask")
     return problems
 
 
 def _equal_lengths(inputs: list[str], graph: onnx.GraphProto) -> bool:
-    """Whether queries and keys are known to have the same length, where upper-left and lower-right masks agree."""
+    """Whether queries and keys surely have the same length. Then upper-left and lower-right masks are equal."""
     lengths = []
     for value in (*graph.input, *graph.value_info):
         dims = value.type.tensor_type.shape.dim
         if value.name in inputs[:2] and len(dims) in (3, 4):
             length = dims[-2]
             lengths.append((value.name, length.dim_param or length.dim_value))
-    return (
-        len({name for name, _ in lengths}) == len(set(inputs[:2]))
-        and len({length for _, length in lengths}) == 1
-        and bool(lengths[0][1])
-    )
+    all_known = len({name for name, _ in lengths}) == len(set(inputs[:2]))
+    return all_known and len({length for _, length in lengths}) == 1 and bool(lengths[0][1])

@@ -1,1 +1,1 @@
-"""Runs engines: device caches, CUDA graphs, and several engines as one model."""
+"""Runs engines: chooses one, keeps its cache in device memory, replays CUDA graphs, joins several engines."""

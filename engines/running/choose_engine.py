@@ -15,20 +15,20 @@ log = logging.getLogger(__name__)
 
 
 def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
-    """The engine of a bundle that can be used here.
+    """Returns the engine of a bundle that can be used here.
 
     Args:
         bundle: an opened bundle.
-        cache_capacity: what the caller asked for; None takes any.
-        verify: "full" takes the engine's checksum too; it holds weights of its own.
+        cache_capacity: capacity that the engine must have; None takes any.
+        verify: "full" also checks the checksum of the engine's file, because the engine contains weights.
 
     Raises:
-        BackendError: there is none; says why for each that there is.
-        BundleError: the one to use is not the file that was built, found by a full check; another would be a silent substitute.
+        BackendError: no engine can be used; the message has the reason for each one.
+        BundleError: the chosen engine is not the file that was built, found by the full check.
     """
     gpus = visible_gpus()
     if not gpus:
-        raise BackendError("backend tensorrt: no GPU is visible; use --backend onnxruntime")
+        raise BackendError("backend tensorrt: no GPU is visible; use backend=onnxruntime")
     reasons = []
     for record in read_records(bundle.folder):
         try:
@@ -41,19 +41,12 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
             reasons.append(str(error))
             continue
         if cache_capacity not in (None, capacity):
-            reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, asked for was {cache_capacity}")
+            reasons.append(f"engine {record.file}: its cache_capacity is {capacity}, expected {cache_capacity}")
             continue
         if verify == "full" and (problem := file_problem(bundle.folder, record, verify)):
             raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
-        log.info(
-            "engine %s: chosen, %s %s, cache capacity %s",
-            record.file,
-            record.backend,
-            record.version,
-            record.cache_capacity,
-        )
+        found = (record.file, record.backend, record.version, capacity)
+        log.info("engine %s: chosen, %s %s, cache capacity %s", *found)
         return record
-    raise BackendError(
-        "backend tensorrt: "
-        + ("; ".join(reasons) or f"bundle {bundle.folder} has no engine; build one with `python -m engines build`")
-    )
+    no_engine = f"bundle {bundle.folder} has no engine; build one with `python -m engines build`"
+    raise BackendError(f"backend tensorrt: {'; '.join(reasons) or no_engine}")

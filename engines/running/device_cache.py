@@ -15,10 +15,12 @@ from exporter.steppers.protocol import Cache
 
 
 class DeviceCache(Cache):
-    """A cache in device memory: one 256-byte-aligned buffer for each cache tensor, [rows, K, C, D] in the bundle's dtype.
+    """A cache in device memory. Each cache tensor [rows, K, C, D] has one buffer, aligned to 256 bytes.
 
     Attributes:
-        addresses: of each cache tensor, in the contract's order.
+        n_rows: number of rows.
+        capacity: tokens that a row has space for.
+        addresses: address of each cache tensor, in the order of the contract.
     """
 
     def __init__(self, cuda: Cuda, specs: Sequence[TensorSpec], n_rows: int, capacity: int) -> None:
@@ -42,19 +44,16 @@ class DeviceCache(Cache):
         return math.prod(self._row_shape(spec)) * numpy_dtype(spec.dtype).itemsize
 
     def row_addresses(self, row: int) -> list[int]:
-        """Where a row begins in each tensor: what a step over rows from there on binds."""
-        return [
-            address + row * self._row_bytes(spec) for address, spec in zip(self.addresses, self._specs, strict=True)
-        ]
+        """Returns the address of a row in each cache tensor. A step binds the address of its first row."""
+        tensors = zip(self.addresses, self._specs, strict=True)
+        return [address + row * self._row_bytes(spec) for address, spec in tensors]
 
     def zero(self, row: int, start: int, stop: int) -> None:
         if stop <= start:
             return
         for address, spec in zip(self.row_addresses(row), self._specs, strict=True):
-            token = self._token_bytes(spec)
-            self._cuda.zero(
-                address + start * token, self.capacity * token, (stop - start) * token, self._row_shape(spec)[0]
-            )
+            token, n_heads = self._token_bytes(spec), self._row_shape(spec)[0]
+            self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, n_heads)
         self._cuda.synchronize()
 
     def copy(self, source: int, destination: int, length: int) -> None:
@@ -84,7 +83,7 @@ class DeviceCache(Cache):
 
 
 def free_all(cuda: Cuda, addresses: list[int]) -> None:
-    """Frees buffers and empties the list; one that cannot be freed keeps none of the others."""
+    """Frees all buffers of a list and empties it, also where one of them raises."""
     with contextlib.ExitStack() as freeing:
         while addresses:
             freeing.callback(cuda.free, addresses.pop())

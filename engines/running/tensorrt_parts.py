@@ -1,4 +1,7 @@
-"""A unit in several engines run as one: on one stream, each part reading hidden states where the one before leaves them."""
+"""Runs a unit in several engines as one, on one stream.
+
+Each part reads its hidden states from the output buffer of the part before it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
     """The engines of consecutive parts.
 
     Attributes:
-        max_batch, max_seq_len, cache_capacity: what every part takes.
+        max_batch, max_seq_len: largest number of sequences and of new tokens in a step that every part takes.
+        cache_capacity: cache rows per sequence, the same for every part.
     """
 
     def __init__(self, contract: Contract, steppers: Sequence[TensorRTStepper]) -> None:
@@ -38,7 +42,7 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:
-            closing.callback(super().close)  # the stream, once nothing of any part is left on it
+            closing.callback(super().close)  # closes the stream after the buffers of all parts are freed
             for stepper in self.steppers:
                 closing.callback(stepper.free)
 
@@ -53,22 +57,32 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
 
 
 def find_engines(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> list[EngineRecord]:
-    """The engine of each graph of a bundle that can be used here; raises as `find_engine`.
+    """Returns the engine of each graph of a bundle that can be used here.
+
+    Args:
+        bundle: an opened bundle.
+        cache_capacity: capacity that the engines must have; None takes any.
+        verify: "full" also checks the checksums of the engines' files.
 
     Raises:
-        BundleError: the parts' engines have different cache capacities.
+        BackendError: no engine of a graph can be used; the message has the reason for each one.
+        BundleError: an engine is not the file that was built, or the engines have different cache capacities.
     """
     records = [find_engine(part, cache_capacity, verify) for part in bundle.parts]
     capacities = sorted({record.decode_capacity() for record in records})
     if len(capacities) > 1:
-        raise BundleError(
-            f"bundle {bundle.folder}: its parts' engines have cache capacities {capacities}, expected one; build again"
-        )
+        problem = f"its parts' engines have cache capacities {capacities}, expected one"
+        raise BundleError(f"bundle {bundle.folder}: {problem}; build again")
     return records
 
 
 def open_engines(bundle: Bundle, records: Sequence[EngineRecord], cuda: Cuda) -> TensorRTStepper | TensorRTParts:
-    """A stepper over the engines that `find_engines` has chosen; raises as `open_tensorrt`."""
+    """Returns a stepper for the engines that `find_engines` has chosen.
+
+    Raises:
+        BackendError: TensorRT is not usable here.
+        BundleError: an engine does not load, or has other tensors than the bundle.
+    """
     chosen = iter(records)
     stepper = open_parts(bundle, lambda part: open_tensorrt(part, next(chosen), cuda))
     return TensorRTParts(bundle.manifest.contract, stepper.steppers) if isinstance(stepper, PartsStepper) else stepper

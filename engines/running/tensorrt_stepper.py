@@ -1,11 +1,12 @@
-"""The TensorRT stepper: an engine over one in-place cache, past and present at one address, decode steps replayed as CUDA graphs."""
+"""The TensorRT stepper: runs an engine with a cache that is updated in place, and replays decode steps as CUDA graphs.
+
+Past and present of a cache tensor have the same address.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,22 +19,19 @@ from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.library.tensorrt_logger import create_logger
 from engines.network.parsed import dtype_name
+from engines.running.cuda_graphs import CudaGraphs, graph_key, padded_to_bucket
 from engines.running.device_cache import DeviceCache, free_all
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
 from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.dtypes import numpy_dtype
-from exporter.spec.tensors import BATCH, CAPACITY, Contract, TensorSpec
+from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL, Contract, TensorSpec
 from exporter.steppers.protocol import OnDevice, Stepper
-
-log = logging.getLogger(__name__)
-GRAPH_BUCKET = 256  # total length is a shape, so a graph serves a range of lengths: the next multiple of this
-MAX_GRAPHS = 32
 
 
 @dataclass(frozen=True)
 class PassedOn:
-    """Hidden states [B, T, E] that lie where the next part reads them."""
+    """Hidden states [B, T, E] in the buffer that the next part reads."""
 
     address: int
     shape: tuple[int, ...]
@@ -42,14 +40,15 @@ class PassedOn:
 class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     """Runs an engine that was built from the bundle.
 
-    Each profile has an execution context of its own, and so has each captured graph, because a graph is only good while its
-    context's shapes and addresses stay. Inputs and outputs have one device buffer each, large enough for every profile, so
-    their addresses never change.
+    Each profile and each captured graph has an execution context of its own. Each input and output has one device
+    buffer that is large enough for every profile, so its address never changes.
 
     Attributes:
-        max_batch, max_seq_len: the most sequences and new tokens of a step that some profile takes.
-        cache_capacity: the engine's.
+        contract: inputs and outputs of the bundle.
+        max_batch, max_seq_len: largest number of sequences and of new tokens in a step that some profile takes.
+        cache_capacity: cache rows per sequence that the engine was built for.
         cuda_graphs: whether decode steps are captured and replayed.
+        description: name and version of the backend, and the engine, for messages.
     """
 
     backend = "tensorrt"
@@ -58,15 +57,12 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self.contract = bundle.manifest.contract
         self.cache_capacity = record.decode_capacity()
         self.cuda_graphs = cuda_graphs
-        self.description = (
-            f"{record.backend} {record.version}, {record.file}, CUDA graphs {'on' if cuda_graphs else 'off'}"
-        )
+        graphs = f"CUDA graphs {'on' if cuda_graphs else 'off'}"
+        self.description = f"{record.backend} {record.version}, {record.file}, {graphs}"
         self._trt, self._cuda = trt, cuda
         self._buffers: dict[str, int] = {}
-        self._followed: set[str] = set()  # inputs that lie in another part's buffer
-        self._graphs: OrderedDict[tuple, tuple[Any, Any]] = (
-            OrderedDict()
-        )  # (profile, B, L, cache addresses) → (graph, its context)
+        self._followed: set[str] = set()  # inputs that use a buffer of another part
+        self._graphs = CudaGraphs(cuda)
         self._logger = create_logger(trt)
         try:
             self._load(bundle, record)
@@ -75,14 +71,12 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             raise
 
     def _load(self, bundle: Bundle, record: EngineRecord) -> None:
-        """Reads the engine, and makes its buffers and contexts."""
+        """Loads the engine, and makes its buffers and contexts."""
         trt, cuda = self._trt, self._cuda
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
-            raise BundleError(
-                f"engine {record.file}: it does not load: {' '.join(self._logger.errors[-1:]) or 'no reason given'}"
-            )
+            raise BundleError(f"engine {record.file}: it does not load: {self._logger.reason()}")
         self._pairs = _cache_pairs(self._engine, self.contract)
         self._check_tensors(record)
         self._profiles = range(self._engine.num_optimization_profiles)
@@ -95,13 +89,13 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
 
     @property
     def graph_count(self) -> int:
-        """How many decode graphs are captured."""
+        """The number of captured decode graphs."""
         return len(self._graphs)
 
-    # --- set-up ----------------------------------------------------------------------------------------------------------
+    # --- setup ----------------------------------------------------------------------------------------------
 
     def _check_tensors(self, record: EngineRecord) -> None:
-        """The engine's inputs and outputs must be the contract's, in name, mode and dtype."""
+        """Checks that the engine's inputs and outputs have the names, modes and dtypes of the contract."""
         engine, mode = self._engine, self._trt.TensorIOMode
         got = {}
         for index in range(engine.num_io_tensors):
@@ -121,39 +115,33 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         }
 
     def _largest_bytes(self, spec: TensorSpec) -> int:
-        sizes = {
-            "batch_size": self.max_batch,
-            "sequence_length": self.max_seq_len,
-            "total_sequence_length": self.cache_capacity,
-        }
-        return -(-math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        """The size of a tensor in the largest step, rounded up to the alignment."""
+        sizes = {BATCH: self.max_batch, SEQUENCE: self.max_seq_len, TOTAL: self.cache_capacity}
+        n_bytes = math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize
+        return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def _new_context(self, profile: int) -> Any:
         context = self._engine.create_execution_context()
         if context is None:
-            raise BackendError(
-                f"{self.description}: it cannot create an execution context: {' '.join(self._logger.errors[-1:])}"
-            )
+            problem = "it cannot create an execution context"
+            raise BackendError(f"{self.description}: {problem}: {self._logger.reason()}")
         if not context.set_optimization_profile_async(profile, self._cuda.stream):
-            raise BackendError(
-                f"{self.description}: it refuses profile {profile}: {' '.join(self._logger.errors[-1:])}"
-            )
+            raise BackendError(f"{self.description}: it refuses profile {profile}: {self._logger.reason()}")
         self._cuda.synchronize()
         return context
 
     def new_cache(self, n_rows: int, capacity: int) -> DeviceCache:
         if capacity != self.cache_capacity:
-            raise InputError(
-                f"cache_capacity: got {capacity}, expected {self.cache_capacity}, which the engine was built for"
-            )
+            expected = f"{self.cache_capacity}, which the engine was built for"
+            raise InputError(f"cache_capacity: got {capacity}, expected {expected}")
         return DeviceCache(self._cuda, self.contract.cache_specs, n_rows, capacity)
 
-    # --- steps -----------------------------------------------------------------------------------------------------------
+    # --- steps ----------------------------------------------------------------------------------------------
 
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: DeviceCache | None = None, first_row: int = 0
     ) -> dict[str, np.ndarray]:
-        assert cache is not None, "only units with a cache are stepped in an engine"
+        assert cache is not None, "an engine runs only units with a cache"
         outputs = {}
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
             outputs[name] = np.empty(shape, dtype)
@@ -178,7 +166,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         return PassedOn(self._buffers["hidden_states_out"], shape)
 
     def follow(self, previous: TensorRTStepper) -> None:
-        """Reads hidden states where the part before this one leaves them; both must share one stream."""
+        """Makes this part read hidden states from the output buffer of the previous part. Both must use one stream."""
         self._cuda.free(self._buffers["hidden_states"])
         self._buffers["hidden_states"] = previous._buffers["hidden_states_out"]
         self._followed.add("hidden_states")
@@ -195,64 +183,65 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     def _step(
         self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-        """Queues a step; returns dtype and shape of each output, which its buffer holds once the stream is done."""
+        """Queues a step. Returns dtype and shape of each output, which is in its buffer when the stream is done."""
         inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
         batch, seq_len = inputs["position_ids"].shape
         captured = self.cuda_graphs and seq_len == 1
         if captured:
-            inputs["attention_mask"] = _padded_to_bucket(inputs["attention_mask"], self.cache_capacity)
+            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], self.cache_capacity)
         shapes = {name: array.shape for name, array in inputs.items()}
         for spec in self.contract.cache_specs:
             shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})
         profile = self._profile_for(shapes)
         for name, x in inputs.items():
-            if isinstance(x, PassedOn):
-                assert x.address == self._buffers[name], "hidden states come from the part that this one follows"
-            elif isinstance(x, DeviceRows):
-                self._gather(self._buffers[name], x)
-            else:
-                self._cuda.upload(self._buffers[name], x)
+            self._fill_buffer(name, x)
         addresses = cache.row_addresses(first_row)
-        context = (
-            self._replay(profile, shapes, addresses)
-            if captured
-            else self._enqueue(self._contexts[profile], shapes, addresses)
-        )
+        if captured:
+            context = self._replay(profile, shapes, addresses)
+        else:
+            context = self._contexts[profile]
+            self._enqueue(context, shapes, addresses)
         self._in_flight = inputs  # uploads read host memory until the stream is synchronized
         return {
             spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name)))
             for spec in self.contract.step_outputs
         }
 
+    def _fill_buffer(self, name: str, x: Any) -> None:
+        """Queues what brings an input into its buffer."""
+        if isinstance(x, PassedOn):
+            assert x.address == self._buffers[name], "hidden states come from the part that this one follows"
+        elif isinstance(x, DeviceRows):
+            self._gather(self._buffers[name], x)
+        else:
+            self._cuda.upload(self._buffers[name], x)
+
     def _gather(self, buffer: int, x: DeviceRows) -> None:
-        """Queues copies of rows on the device into one zero-padded batch."""
+        """Queues copies of rows on the device into one batch that is padded with zeros."""
         stride = math.prod(x.shape[1:]) * x.rows[0].dtype.itemsize
         self._cuda.zero(buffer, stride, stride, len(x.rows))
         for index, row in enumerate(x.rows):
             self._cuda.copy(buffer + index * stride, row.address, row.nbytes, row.nbytes, 1)
 
     def _profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """The first profile that takes these shapes; decode comes before prefill, and is tuned for one token.
+        """The first profile that takes these shapes. Decode comes first, because it is optimized for one token.
 
         Raises:
-            InputError: none does; names the tensor, what was got and the range of each profile.
+            InputError: no profile takes them; the message has the tensor, its shape and the range of each profile.
         """
         for index, ranges in enumerate(self._ranges):
             if all(_inside(shape, ranges[name]) for name, shape in shapes.items()):
                 return index
-        name, shape = next(
-            (n, s) for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges)
-        )
+        outside = (n for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges))
+        name = next(outside)
         allowed = " or ".join(f"{list(ranges[name][0])} to {list(ranges[name][2])}" for ranges in self._ranges)
-        raise InputError(
-            f"{name}: got shape {list(shape)}, expected {allowed}, the engine's profiles; send less at once or build for more"
-        )
+        problem = f"got shape {list(shapes[name])}, expected {allowed}, the engine's profiles"
+        raise InputError(f"{name}: {problem}; give smaller steps, or build for larger ones")
 
-    def _enqueue(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
-        """Sets every shape and address, checks that TensorRT has all it needs, and queues the step."""
+    def _enqueue(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> None:
+        """Sets every shape and address, and queues the step."""
         self._bind(context, shapes, addresses)
         self._execute(context)
-        return context
 
     def _bind(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> None:
         for name, shape in shapes.items():
@@ -270,45 +259,27 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
 
     def _check(self, good: bool, call: str) -> None:
         if not good:
-            raise RuntimeError(
-                f"{self.description}: {call} failed: {' '.join(self._logger.errors[-1:]) or 'no reason given'}"
-            )
+            raise RuntimeError(f"{self.description}: {call} failed: {self._logger.reason()}")
 
     def _replay(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
-        """Runs a decode step as a graph, captured on its first use for this batch, bucket and place in the cache.
-
-        What the graph froze is all in its key: shapes and addresses. Tokens, positions, write indices and mask are read from
-        the input buffers, whose addresses never change.
-        """
-        key = (profile, *shapes["attention_mask"], *addresses)
-        if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS:
-                self._drop_graph(next(iter(self._graphs)))
+        """Queues a decode step as a graph. The first step of a key runs without a graph, and then captures it."""
+        key = graph_key(profile, shapes["attention_mask"], addresses)
+        context = self._graphs.replay(key)
+        if context is None:
+            self._graphs.make_room()
             context = self._new_context(profile)
-            self._enqueue(
-                context, shapes, addresses
-            )  # a first run outside of capture settles what TensorRT does lazily
+            self._enqueue(context, shapes, addresses)  # TensorRT's lazy setup must run outside of the capture
             self._cuda.synchronize()
-            self._graphs[key] = (self._cuda.capture(lambda: self._execute(context)), context)
-            return context
-        self._graphs.move_to_end(key)  # the least recently used comes first
-        graph, context = self._graphs[key]
-        self._cuda.launch(graph)
+            self._graphs.capture(key, context, partial(self._execute, context))
         return context
 
-    def _drop_graph(self, key: tuple) -> None:
-        self._cuda.synchronize()
-        graph, _ = self._graphs.pop(key)
-        self._cuda.destroy_graph(graph)
-
     def free(self) -> None:
-        """Frees all that it holds but the stream, which may be shared."""
-        with contextlib.ExitStack() as freeing:  # what cannot be freed keeps nothing else
+        """Frees everything except the stream, which other parts may use. Continues where one thing raises."""
+        with contextlib.ExitStack() as freeing:
             own = [address for name, address in self._buffers.items() if name not in self._followed]
             self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
             freeing.callback(free_all, self._cuda, own)
-            for key in list(self._graphs):
-                freeing.callback(self._drop_graph, key)
+            freeing.callback(self._graphs.free)
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:
@@ -317,7 +288,11 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
 
 
 def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
-    """past name → present name: by the engine's own alias information where it gives it, and then it must agree with the manifest."""
+    """The present name of each past name, from the manifest.
+
+    Raises:
+        BundleError: the engine has alias information, and it differs from the manifest.
+    """
     pairs = dict(contract.cache_pairs)
     read_alias = getattr(engine, "get_aliased_input_tensor", None)
     if read_alias is None:
@@ -332,22 +307,16 @@ def _contiguous(x: np.ndarray | DeviceRows | PassedOn, spec: TensorSpec) -> np.n
     return x if isinstance(x, DeviceRows | PassedOn) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
 
 
-def _padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:
-    """The mask [B, L] with zeros up to the next multiple of GRAPH_BUCKET, at most the capacity."""
-    length = min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, capacity)
-    return np.ascontiguousarray(np.pad(mask, ((0, 0), (0, length - mask.shape[1]))))
-
-
 def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
     low, _, high = limits
     return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
 
 
 def open_tensorrt(bundle: Bundle, record: EngineRecord, cuda: Cuda, cuda_graphs: bool = True) -> TensorRTStepper:
-    """A stepper over a bundle's engine, which `find_engine` has chosen.
+    """Returns a stepper for the engine of a bundle that `find_engine` has chosen.
 
     Raises:
         BackendError: TensorRT is not usable here.
-        BundleError: the engine does not load or is not the bundle's.
+        BundleError: the engine does not load, or has other tensors than the bundle.
     """
     return TensorRTStepper(bundle, record, choose_backend(record.backend).trt, cuda, cuda_graphs)

@@ -1,7 +1,7 @@
-"""Doubles of CUDA and TensorRT at the seam of the TensorRT stepper: they enforce both contracts and compute with eager.
+"""Doubles of CUDA and TensorRT for the TensorRT stepper. They enforce the rules of both and compute with eager.
 
-Work queued on the stream runs only at `synchronize`, so a missing one shows; memory is checked for bounds, alignment and
-use after free; outputs are poisoned before each step, so a stale one shows.
+Queued work runs only at `synchronize`, so that a test finds a missing one. Memory is checked for bounds, alignment and
+use after free. Each step first fills its outputs with a poison value, so that a test finds an old output.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.building.publishing import EngineRecord
 from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.network.build_options import BuildOptions
 from engines.network.profiles import default_profiles
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import EngineRecord
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL
 from exporter.steppers.eager_stepper import EagerStepper
@@ -26,15 +26,15 @@ from exporter.steppers.protocol import HostCache, Stepper
 from runtime import DecodeSession
 
 ENGINE = b"engine"  # the content of every engine file that the double knows
-POISON = 0x7F  # as float16, float32 and int64 alike, no value that a step would compute
+POISON = 0x7F  # no step computes a value of these bytes, in float16, float32 or int64
 
 
 class ContractError(AssertionError):
-    """CUDA or TensorRT was used in a way that its documentation forbids."""
+    """CUDA or TensorRT was used in a way that its documentation does not allow."""
 
 
 class CudaDouble(Cuda):
-    """Device memory as host arrays, a stream as a list of closures."""
+    """Device memory made of host arrays, and a stream made of a list of functions."""
 
     def __init__(self):
         self.stream = 7
@@ -51,7 +51,7 @@ class CudaDouble(Cuda):
             raise ContractError(f"cudaMalloc of {n_bytes} bytes")
         address = self._next
         self._memory[address] = np.zeros(n_bytes, np.uint8)
-        self._next += -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + 4096  # a gap: an overrun meets no other buffer
+        self._next += -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + 4096  # the gap lets `view` find an overrun
         return address
 
     def free(self, address):
@@ -61,7 +61,7 @@ class CudaDouble(Cuda):
             raise ContractError(f"cudaFree of {address:#x}, which is not allocated")
 
     def view(self, address: int, n_bytes: int) -> np.ndarray:
-        """The bytes at an address; they must lie in one allocation that is alive."""
+        """The bytes at an address. They must be in one allocation that is not freed."""
         for base, memory in self._memory.items():
             if base <= address and address + n_bytes <= base + len(memory):
                 return memory[address - base : address - base + n_bytes]
@@ -138,7 +138,7 @@ class CudaDouble(Cuda):
 
     @property
     def allocations(self) -> int:
-        """How many buffers are alive."""
+        """The number of buffers that are not freed."""
         return len(self._memory)
 
 
@@ -148,7 +148,7 @@ def _dtype(name: str):
 
 
 class ContextDouble:
-    """IExecutionContext: everything set, everything checked, at every enqueue."""
+    """IExecutionContext. Each enqueue checks that all shapes and addresses are set."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -204,7 +204,7 @@ class ContextDouble:
 
 
 class EngineDouble:
-    """ICudaEngine of one bundle, its profiles taken from the engine's record."""
+    """ICudaEngine of one bundle, with the profiles of the engine record."""
 
     def __init__(self, bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper):
         contract = bundle.manifest.contract
@@ -241,7 +241,7 @@ class EngineDouble:
         return self.cuda.view(addresses[name], n_bytes).view(dtype).reshape(shapes[name])
 
     def compute(self, shapes, addresses):
-        """The step itself, in device memory."""
+        """Runs the step in device memory."""
         for spec in self.contract.step_outputs:
             self._array(spec.name, shapes, addresses).view(np.uint8)[...] = POISON
         feeds = {spec.name: self._array(spec.name, shapes, addresses).copy() for spec in self.contract.step_inputs}
@@ -263,9 +263,9 @@ class ILogger:
 def tensorrt_double(
     bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper | None = None
 ) -> types.SimpleNamespace:
-    """A stand-in for the `tensorrt` module whose runtime loads this bundle's engine and no other.
+    """A double of the `tensorrt` module. Its runtime loads only the engine of this bundle.
 
-    What the engine computes is computed by `stepper`, by default the eager one.
+    `stepper` computes the steps of the engine; the default is the eager stepper.
     """
     stepper = stepper or EagerStepper.from_bundle(bundle)
 
@@ -285,20 +285,33 @@ def tensorrt_double(
 
 
 def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len: int = 16) -> EngineRecord:
-    """The record that a build would have left for an engine of this bundle."""
+    """The record that a build writes for an engine of this bundle."""
     axes = {
         spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes)
         for spec in bundle.manifest.contract.inputs
     }
     profiles = [profile.to_dict() for profile in default_profiles(axes, max_batch, max_seq_len, capacity)]
     return EngineRecord(
-        "model.engine", 6, "0" * 64, "model.onnx", "tensorrt", "10.15.0", None, "anywhere", profiles, capacity, {}, bundle.lineage,
-        BuildOptions().to_dict(), 0.0, 0,
-    )  # fmt: skip
+        file="model.engine",
+        size_bytes=len(ENGINE),
+        sha256="0" * 64,
+        graph_file="model.onnx",
+        backend="tensorrt",
+        version="10.15.0",
+        compute_capability=None,
+        portability="anywhere",
+        profiles=profiles,
+        cache_capacity=capacity,
+        dtypes={},
+        lineage=bundle.lineage,
+        options=BuildOptions().to_dict(),
+        build_seconds=0.0,
+        peak_memory_bytes=0,
+    )
 
 
 def double_session(bundle: Bundle, max_batch: int = 4, cache_capacity: int = 64) -> DecodeSession:
-    """A session on the TensorRT backend over the doubles; the bundle's folder is left alone."""
+    """A session on the TensorRT backend with the doubles. The bundle's folder does not change."""
     folder, cuda = Path(tempfile.mkdtemp(prefix="engine-double-")), CudaDouble()
     try:
         (folder / "model.engine").write_bytes(ENGINE)

@@ -1,4 +1,4 @@
-"""engines.json: what publishing keeps whoever kills it or builds beside it, and which engines may be used."""
+"""engines.json: publishing keeps it complete, also when it is killed or two builds end at once; usable engines."""
 
 from __future__ import annotations
 
@@ -23,15 +23,26 @@ from exporter.common.errors import BundleError
 GPU = Gpu("NVIDIA Test 9000", "9.0")
 FORK = multiprocessing.get_context("fork")
 RECORD = EngineRecord(
-    file="a.engine", size_bytes=0, sha256="0" * 64, graph_file="model.c64.onnx", backend="tensorrt-rtx", version="1.7.1", compute_capability=None,
-    portability="portable", profiles=[{"name": "decode", "ranges": {"x": {"min": [1], "opt": [2], "max": [4]}}}], cache_capacity=64,
-    dtypes={"x": "fp16"}, lineage={GRAPH_FILE: "1" * 64, DATA_FILE: "2" * 64}, options=BuildOptions().to_dict(), build_seconds=1.5,
+    file="a.engine",
+    size_bytes=0,
+    sha256="0" * 64,
+    graph_file="model.c64.onnx",
+    backend="tensorrt-rtx",
+    version="1.7.1",
+    compute_capability=None,
+    portability="portable",
+    profiles=[{"name": "decode", "ranges": {"x": {"min": [1], "opt": [2], "max": [4]}}}],
+    cache_capacity=64,
+    dtypes={"x": "fp16"},
+    lineage={GRAPH_FILE: "1" * 64, DATA_FILE: "2" * 64},
+    options=BuildOptions().to_dict(),
+    build_seconds=1.5,
     peak_memory_bytes=7,
-)  # fmt: skip
+)
 
 
 def publish_engine(folder: Path, name: str, content: bytes) -> EngineRecord:
-    """Publishes an engine of that content, as a build does."""
+    """Publishes an engine with that content, as a build does."""
     temporary = folder / f".{name}.partial-{os.getpid()}"
     temporary.write_bytes(content)
     record = replace(RECORD, file=name, size_bytes=len(content), sha256=sha256_of(temporary))
@@ -39,7 +50,7 @@ def publish_engine(folder: Path, name: str, content: bytes) -> EngineRecord:
     return record
 
 
-# --- publishing --------------------------------------------------------------------------------------------------------
+# --- publishing ---------------------------------------------------------------------------------------------
 
 
 def test_a_folder_without_engines_has_no_records(tmp_path):
@@ -111,21 +122,28 @@ def test_a_killed_publish_leaves_no_record_of_another_engine(tmp_path, fatal_cal
     assert other in records
     for record in records:
         check_engine(tmp_path, record, verify="full")
-    new = publish_engine(tmp_path, "a.engine", b"newest")  # the dead one holds no lock
+    new = publish_engine(tmp_path, "a.engine", b"newest")  # the killed process holds no lock
     assert read_records(tmp_path) == [other, new]
 
 
-# --- a damaged engines.json --------------------------------------------------------------------------------------------
+# --- a damaged engines.json ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "null", "{}", '{"format_version": 1}', '{"format_version": 1, "engines": null}', '{"format_version": 1, "engines": [1]}',
-        '{"format_version": 1, "engines": [{"file": "a.engine"}]}', json.dumps({"format_version": 1, "engines": [asdict(RECORD) | {"colour": 1}]}),
-    ],
-    ids=["empty", "cut", "list", "null", "no version", "no engines", "null engines", "number", "missing keys", "unknown key"],
-)  # fmt: skip
+DAMAGED = {
+    "empty": "",
+    "cut": "{",
+    "list": "[]",
+    "null": "null",
+    "no version": "{}",
+    "no engines": '{"format_version": 1}',
+    "null engines": '{"format_version": 1, "engines": null}',
+    "number": '{"format_version": 1, "engines": [1]}',
+    "missing keys": '{"format_version": 1, "engines": [{"file": "a.engine"}]}',
+    "unknown key": json.dumps({"format_version": 1, "engines": [asdict(RECORD) | {"colour": 1}]}),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_refused_by_name(tmp_path, text):
     (tmp_path / ENGINES_FILE).write_text(text)
     with pytest.raises(BundleError, match=f"{ENGINES_FILE}: it is damaged"):
@@ -145,7 +163,7 @@ def test_an_unknown_format_is_refused_with_both_numbers(tmp_path, version):
         read_records(tmp_path)
 
 
-# --- the engine's file -------------------------------------------------------------------------------------------------
+# --- the engine's file --------------------------------------------------------------------------------------
 
 
 def test_an_unharmed_engine_passes_every_check(tmp_path):
@@ -181,7 +199,7 @@ def test_an_engine_to_decode_with_has_a_capacity():
         replace(RECORD, cache_capacity=None).decode_capacity()
 
 
-# --- where it came from ------------------------------------------------------------------------------------------------
+# --- where it came from -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -190,7 +208,7 @@ def bundle(tiny_bundle) -> Bundle:
 
 
 def changed(bundle: Bundle, *names: str) -> Bundle:
-    """The bundle as if it had been exported again with other content of those files."""
+    """The bundle as if an export had changed the content of those files."""
     files = bundle.manifest.files | {name: bundle.manifest.files[name] | {"sha256": "0" * 64} for name in names}
     return replace(bundle, manifest=replace(bundle.manifest, files=files))
 
@@ -212,7 +230,7 @@ def test_an_engine_of_unknown_origin_is_refused(bundle):
         check_lineage(bundle, replace(RECORD, lineage={}))
 
 
-# --- where it runs -----------------------------------------------------------------------------------------------------
+# --- where it runs ------------------------------------------------------------------------------------------
 
 
 def test_an_engine_of_this_backend_version_and_gpu_runs():

@@ -1,4 +1,4 @@
-"""Every graph is compiled for real by TensorRT-RTX, and every graph it would compute wrongly is refused with the reason."""
+"""TensorRT-RTX compiles every graph. A graph that it would compute wrongly is refused with the reason."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from engines.building.build import BuildRequest, build_bundle, prepare_bundle, prepare_onnx
-from engines.building.publishing import read_records
+from engines.building.build import build_bundle
+from engines.building.preparation import BuildRequest, prepare_bundle, prepare_onnx
 from engines.library.backend import choose_backend
 from engines.library.usable_engines import check_engine, check_lineage, check_runnable
+from engines.network.build_options import BuildOptions
 from engines.network.network_checks import KNOWN_LAYERS, check_network
 from engines.network.parsed import parse_network
 from engines.network.source import load_source
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import read_records
 from exporter.common.errors import BackendError, BundleError, CheckFailed, InputError
 from exporter.export import ExportRequest, export_bundle
 from exporter.graph.fixed_capacity import fix_capacity
@@ -39,7 +41,7 @@ def rtx():
 
 
 def copied(bundle: Bundle, folder: Path) -> Bundle:
-    """A copy of a bundle to build into; not of hard links, which onnx's checker takes for an attack."""
+    """A copy of a bundle to build into. It has no hard links, because onnx's checker refuses them."""
     shutil.copytree(bundle.folder, folder)
     return Bundle.open(folder)
 
@@ -116,7 +118,7 @@ def test_the_axes_that_stay_dynamic_are_dynamic_in_the_network(tiny_bundle, rtx)
     assert shapes["past_key_values.0.key"] == (-1, 2, 32, 16)
 
 
-# --- graphs that TensorRT would get wrong --------------------------------------------------------------------------------
+# --- graphs that TensorRT would get wrong -------------------------------------------------------------------
 
 
 def attention_graph(
@@ -178,7 +180,7 @@ def test_an_attention_that_tensorrt_would_misread_is_refused_with_what_it_would_
 
 
 def test_the_parser_really_reads_causal_attention_as_upper_left(tmp_path, rtx):
-    """What the refusal above says of TensorRT, seen in TensorRT."""
+    """The refusal above is true: TensorRT parses the graph in this way."""
     path = attention_graph(tmp_path / "attention.onnx", nonpad=True, causal=True)
     parsed = parse_network(rtx, load_source(path), path)
     (layer,) = parsed.attention
@@ -192,7 +194,7 @@ def test_a_good_attention_of_a_user_is_prepared(tmp_path, rtx):
 
 
 def test_a_float32_graph_is_refused_before_the_backend_fails(tiny_bundle, rtx):
-    with pytest.raises(BackendError, match=r"float32 attention.*--dtype fp16 or bf16"):
+    with pytest.raises(BackendError, match=r"float32 attention.*export it in fp16 or bf16"):
         prepare_bundle(tiny_bundle("block", "fp32"), rtx, SMALL)
 
 
@@ -278,7 +280,7 @@ def test_an_unknown_layer_is_noted(tiny_bundle, rtx):
     ]
 
 
-# --- files and shapes ----------------------------------------------------------------------------------------------------
+# --- files and shapes ---------------------------------------------------------------------------------------
 
 
 def test_missing_truncated_or_foreign_external_data_is_refused(tiny_bundle, tmp_path, rtx):
@@ -328,15 +330,14 @@ def test_inconsistent_shapes_are_refused_before_the_build(tiny_bundle, rtx, requ
 
 
 def test_a_profile_that_reads_beyond_the_cache_is_refused(tiny_bundle, rtx):
-    shapes = "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{},past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
+    past = "past_key_values.0.key:1x2x32x16,past_key_values.0.value:1x2x32x16"
+    shapes = "hidden_states:1x1x64,position_ids:1x1,write_indices:1,attention_mask:1x{}," + past
     texts = {f"{which}_shapes": (shapes.format(total),) for which, total in (("min", 1), ("opt", 16), ("max", 33))}
     with pytest.raises(InputError, match="reads up to 33 cached tokens, the cache capacity is 32"):
         prepare_bundle(tiny_bundle("block", "fp16"), rtx, BuildRequest(cache_capacity=32, **texts))
 
 
 def test_a_build_that_fails_leaves_nothing(tiny_bundle, tmp_path, rtx):
-    from engines.network.build_options import BuildOptions
-
     bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     before = sorted(path.name for path in bundle.folder.iterdir())
     with pytest.raises(CheckFailed, match="workspace"):

@@ -1,8 +1,7 @@
-"""`python -m engines` as its users run it: what it refuses, what it builds, and what an interrupted build leaves."""
+"""`python -m engines build`: what it builds, and what an interrupted build leaves."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,10 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from engines.building.publishing import EngineRecord, read_records
+import exporter.commands.main
+from engines.building.build import build_bundle
+from engines.building.preparation import BuildRequest
 from engines.commands.main import main
+from engines.library.backend import choose_backend
 from engines.library.usable_engines import check_engine, check_lineage
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
+from exporter.bundle.engine_records import read_records
 from exporter.bundle.manifest import GRAPH_FILE
 from exporter.common.errors import InputError
 from exporter.export import ExportRequest, export_bundle
@@ -26,163 +29,9 @@ from exporter.model.weights import RandomWeights
 from exporter.placing.temporaries import temporary_file
 from exporter.spec.unit import Unit
 from tests.conftest import MAX_POSITIONS, ROOT, TINY
+from tests.engines.commands.conftest import ENGINE, SHAPES, names, only_record, spelt
 
 pytestmark = pytest.mark.slow
-
-ENGINE = "model.c64.tensorrt-rtx.engine"
-SHAPES = {  # of the tiny block's inputs, by the size of batch, sequence and total
-    which: {
-        "hidden_states": (batch, sequence, 64),
-        "position_ids": (batch, sequence),
-        "write_indices": (batch,),
-        "attention_mask": (batch, total),
-        "past_key_values.0.key": (batch, 2, 64, 16),
-        "past_key_values.0.value": (batch, 2, 64, 16),
-    }
-    for which, (batch, sequence, total) in {"min": (1, 1, 1), "opt": (2, 4, 32), "max": (3, 8, 64)}.items()
-}
-
-
-@pytest.fixture(autouse=True)
-def no_gpu_and_no_tensorrt(monkeypatch):
-    """The same machine for every test, also where there is a GPU."""
-    monkeypatch.setitem(sys.modules, "tensorrt", None)
-    for module in ("library.backend", "building.build", "building.inspection", "building.refit"):
-        monkeypatch.setattr(f"engines.{module}.visible_gpus", list)
-
-
-@pytest.fixture
-def bundle(tiny_bundle, tmp_path) -> Path:
-    """A copy of the tiny block's bundle."""
-    return Path(shutil.copytree(tiny_bundle("block", "fp16").folder, tmp_path / "bundle"))
-
-
-@pytest.fixture(scope="module")
-def built(tiny_bundle, tmp_path_factory) -> Path:
-    """The tiny block with one engine; not to be written to."""
-    folder = Path(shutil.copytree(tiny_bundle("block", "fp16").folder, tmp_path_factory.mktemp("built") / "bundle"))
-    assert main(["build", str(folder), "--backend", "tensorrt-rtx"]) == 0
-    return folder
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def spelt(which: str, spelling: str) -> list[str]:
-    if spelling == "trtexec":
-        return [
-            f"--{which}-shapes",
-            ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in SHAPES[which].items()),
-        ]
-    return [f"--{which}-shapes", *(f"{name}:[{','.join(map(str, shape))}]" for name, shape in SHAPES[which].items())]
-
-
-# --- what it refuses ---------------------------------------------------------------------------------------------------
-
-
-def refusal(capsys, *arguments: str | Path) -> str:
-    """Runs a command that is refused and returns its one line."""
-    assert main([*map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = [line for line in captured.err.splitlines() if not line.startswith("backend:")]
-    assert line.startswith("error: ")
-    return line
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["BUNDLE", "--onnx", "x.onnx", "-o", "out"], ["--onnx", "x.onnx"], ["BUNDLE", "-o", "out"]],
-    ids=str,
-)
-def test_a_build_takes_either_a_bundle_or_an_onnx_file_with_an_output(capsys, arguments):
-    assert "give either a BUNDLE, or --onnx FILE with -o FOLDER" in refusal(capsys, "build", *arguments)
-
-
-@pytest.mark.parametrize("command", ["build", "inspect", "refit"])
-def test_a_missing_bundle_is_refused_with_the_command_that_makes_one(capsys, tmp_path, command):
-    message = refusal(capsys, command, tmp_path / "nowhere")
-    assert str(tmp_path / "nowhere") in message
-    assert "python -m exporter export" in message
-
-
-def test_a_missing_onnx_file_is_refused_and_its_output_is_not_made(capsys, tmp_path):
-    assert "x.onnx: no such file" in refusal(capsys, "build", "--onnx", tmp_path / "x.onnx", "-o", tmp_path / "out")
-    assert names(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--backend tensorrtx", "expected one of auto, tensorrt, tensorrt-rtx"),
-        ("--backend tensorrt", "pip install 'blockline[tensorrt]'"),
-        ("--min-shapes x=1 --opt-shapes x:1 --max-shapes x:1", "got 'x=1', expected NAME:1x16"),
-        ("--min-shapes x:1", "got 1 --min-shapes, 0 --opt-shapes and 0 --max-shapes"),
-        (
-            "--min-shapes x:1 --opt-shapes x:1 --max-shapes x:1 --max-batch 2",
-            "--max-batch or --max-seq-len beside explicit shapes",
-        ),
-        ("--max-batch 0", "max_batch: got 0"),
-        ("--max-seq-len 65", "max_seq_len: got 65, expected at most the cache capacity 64"),
-        ("--max-seq-len 33 --cache-capacity 32", "max_seq_len: got 33, expected at most the cache capacity 32"),
-        ("--cache-capacity 65", "cache_capacity: got 65"),
-        ("--cache-capacity 0", "cache_capacity: got 0"),
-        ("--workspace 0", "workspace: got 0 MiB"),
-        ("--builder-optimization-level 9", "builder-optimization-level: got 9, expected 0 to 5"),
-        (
-            "--profiling-verbosity loud",
-            "profiling-verbosity: got 'loud', expected one of layer_names_only, none, detailed",
-        ),
-        ("--hardware-compatibility turing", "hardware-compatibility: got 'turing', expected one of none, ampere_plus"),
-        ("--hardware-compatibility ampere_plus", "hardware-compatibility: tensorrt-rtx"),
-        ("--timing-cache x.cache", "timing-cache: tensorrt-rtx"),
-        ("--version-compatible", "version-compatible: tensorrt-rtx"),
-        ("--strip-plan", "strip-plan: tensorrt-rtx"),
-        ("--refit", "refit: tensorrt-rtx"),
-    ],
-)
-def test_a_build_that_cannot_be_is_refused_by_name_and_leaves_the_bundle_as_it_was(capsys, bundle, arguments, message):
-    before = names(bundle)
-    assert message in refusal(capsys, "build", bundle, *arguments.split())
-    assert names(bundle) == before
-
-
-def test_explicit_shapes_beyond_the_cache_are_refused(capsys, bundle):
-    shapes = [
-        text.replace("attention_mask:3x64", "attention_mask:3x65")
-        for which in SHAPES
-        for text in spelt(which, "trtexec")
-    ]
-    assert "reads up to 65 cached tokens, the cache capacity is 64" in refusal(capsys, "build", bundle, *shapes)
-
-
-def test_a_capacity_for_a_graph_without_a_cache_is_refused(capsys, tiny_bundle):
-    folder = tiny_bundle("component:rms_norm", "fp16").folder
-    assert "cache_capacity: got 64 for a component:rms_norm" in refusal(
-        capsys, "build", folder, "--cache-capacity", "64"
-    )
-
-
-def test_a_damaged_record_is_refused(capsys, bundle):
-    (bundle / ENGINES_FILE).write_text("{")
-    assert "it is damaged" in refusal(capsys, "inspect", bundle)
-
-
-def test_refit_of_an_engine_not_built_for_it_is_refused_with_the_options_that_are(capsys, built):
-    assert "build again with --refit or --strip-plan" in refusal(capsys, "refit", built)
-
-
-def test_refit_of_an_unknown_engine_is_refused_with_the_known_ones(capsys, built):
-    assert ENGINE in refusal(capsys, "refit", built, "--engine", "other.engine")
-
-
-# --- what it builds ----------------------------------------------------------------------------------------------------
-
-
-def only_record(folder: Path) -> EngineRecord:
-    (record,) = read_records(folder)
-    return record
 
 
 def test_a_build_leaves_the_engine_its_graph_and_one_record_and_nothing_else(built, tiny_bundle):
@@ -240,77 +89,12 @@ def test_an_onnx_file_builds_into_a_folder_of_its_own(bundle, tmp_path):
     assert names(bundle) == before
 
 
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_capacity_below_one_is_refused_for_an_onnx_file_too(capsys, bundle, tmp_path, capacity):
-    message = refusal(
-        capsys, "build", "--onnx", bundle / GRAPH_FILE, "-o", tmp_path / "out", "--cache-capacity", capacity
-    )
-    assert f"cache_capacity: got {capacity}" in message
-
-
 def test_a_graph_without_a_cache_is_not_limited_by_one(tiny_bundle, tmp_path):
     folder = shutil.copytree(tiny_bundle("component:rms_norm", "fp16").folder, tmp_path / "bundle")
     assert main(["build", str(folder), "--max-seq-len", "4096"]) == 0
 
 
-# --- what it shows -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def inspected(built, capsys) -> dict:
-    assert main(["inspect", str(built), "--format", "json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_inspect_shows_the_network_as_it_was_meant(inspected):
-    assert inspected["backend"] == "tensorrt-rtx"
-    assert inspected["kv_cache_updates"] == 2
-    (attention,) = inspected["attention"]
-    assert attention["name"]
-    assert attention["mask"] is True
-    assert (attention["causal_kind"], attention["n_heads"], attention["n_kv_heads"], attention["head_dim"]) == (
-        "NONE",
-        4,
-        2,
-        16,
-    )
-
-
-def test_inspect_shows_which_tensors_share_memory(inspected):
-    aliases = {tensor["name"]: tensor["alias"] for tensor in inspected["io"]}
-    assert {name: alias for name, alias in aliases.items() if alias} == {
-        "past_key_values.0.key": "present.0.key",
-        "past_key_values.0.value": "present.0.value",
-        "present.0.key": "past_key_values.0.key",
-        "present.0.value": "past_key_values.0.value",
-    }
-    assert "hidden_states_out" in aliases
-
-
-def test_inspect_lists_the_engine_and_says_that_it_needs_a_gpu(inspected, built):
-    (engine,) = inspected["engines"]
-    assert (engine["file"], engine["sha256"]) == (ENGINE, sha256_of(built / ENGINE))
-    assert "needs a GPU" in engine["usable"]
-
-
-def test_inspect_says_that_an_engine_of_other_weights_is_not_usable(built, tmp_path, capsys):
-    folder = shutil.copytree(built, tmp_path / "bundle")
-    records = json.loads((folder / ENGINES_FILE).read_text())
-    records["engines"][0]["lineage"]["model.onnx.data"] = "0" * 64
-    (folder / ENGINES_FILE).write_text(json.dumps(records))
-    assert main(["inspect", str(folder), "--format", "json"]) == 0
-    (engine,) = json.loads(capsys.readouterr().out)["engines"]
-    assert "model.onnx.data changed since it was built" in engine["usable"]
-
-
-def test_inspect_writes_its_table_for_people_to_stderr(built, capsys):
-    assert main(["inspect", str(built)]) == 0
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "attention: 1 layers, 1 with an explicit mask and no causal kind" in captured.err
-
-
-# --- what an interrupted build leaves ----------------------------------------------------------------------------------
+# --- interrupted builds ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +123,7 @@ def signalled_build(folder: Path, number: int) -> int:
     )
     try:
         deadline = time.monotonic() + 60
-        while not list(folder.glob(".*.partial-*")):
+        while not list(folder.glob(f".{ENGINE}.partial-*")):  # other files are only checked to be writable
             assert process.poll() is None, "it ended before it began to build"
             assert time.monotonic() < deadline, "it never began to build"
             time.sleep(0.01)
@@ -399,11 +183,6 @@ def test_a_body_that_fails_leaves_no_file(tmp_path):
 
 
 def test_verify_finds_a_changed_byte_of_an_engine(tiny_bundle, tmp_path, capsys):
-    import exporter.commands.main
-    from engines.building.build import BuildRequest, build_bundle
-    from engines.library.backend import choose_backend
-    from exporter.bundle.bundle import Bundle
-
     folder = tmp_path / "bundle"
     shutil.copytree(tiny_bundle("block", "fp16").folder, folder)
     record = build_bundle(Bundle.open(folder), choose_backend("tensorrt-rtx"), BuildRequest(2, 8, 32))

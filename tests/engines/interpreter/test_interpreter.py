@@ -1,4 +1,4 @@
-"""The network interpreter: each layer kind against numpy, in networks built by hand, and what it refuses."""
+"""The interpreter: each kind of layer compared with numpy, in networks that the test builds, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.interpreter.stepper import InterpreterStepper
 from engines.library.backend import choose_backend
 from engines.library.tensorrt_logger import create_logger
 from engines.network.network_checks import KNOWN_LAYERS
-from engines.network.parsed import ParsedNetwork, Tensor
+from engines.network.parsed import NetworkTensor, ParsedNetwork
 from exporter.common.errors import CheckFailed
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.observe import unseen
@@ -44,7 +44,7 @@ class Network:
         tensor = layer_or_tensor if isinstance(layer_or_tensor, trt.ITensor) else layer_or_tensor.get_output(0)
         self.network.mark_output(tensor)
         parsed = ParsedNetwork(choose_backend("tensorrt-rtx"), self.builder, self.network, None, self.logger)
-        parsed.inputs = tuple(Tensor(name, "", ()) for name in self.names)
+        parsed.inputs = tuple(NetworkTensor(name, "", ()) for name in self.names)
         program = read_program(parsed, lambda name: pytest.fail(f"no initializer {name}"))
         return program.run({name: torch.from_numpy(x) for name, x in inputs.items()}, unseen)[tensor.name].numpy()
 
@@ -220,7 +220,7 @@ def test_a_slice_out_of_bounds_is_an_error_and_no_shorter_result():
         network.run(layer, x=np.ones((2, 4), np.float32))
 
 
-# --- as a stepper ----------------------------------------------------------------------------------------------------------
+# --- as a stepper -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

@@ -1,4 +1,4 @@
-"""Which TensorRT a build takes, why it says so, and what it says where there is none."""
+"""Which TensorRT a build takes, the reason that it prints, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_installed_tensorrt_rtx_is_found():
     assert backend.trt.Builder
 
 
-# --- GPUs --------------------------------------------------------------------------------------------------------------
+# --- GPUs ---------------------------------------------------------------------------------------------------
 
 
 class Driver:

@@ -1,4 +1,4 @@
-"""DLPack in and out: understood by torch and numpy in host memory, and a session's device path over the CUDA double."""
+"""DLPack: shared tensors with torch and numpy in host memory, and sessions on device tensors of the CUDA double."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_torch_takes_our_bfloat16():
 
 
 class Foreign:
-    """Another library's tensor: nothing of it shows but the protocol."""
+    """A tensor of another library, which has only the methods of DLPack."""
 
     def __init__(self, inner, device=None):
         self._inner, self._device = inner, device
@@ -90,11 +90,11 @@ def test_host_arrays_are_no_device_tensors():
     assert is_device_tensor(DeviceTensor(0, (1,), np.dtype(np.float32), None))
 
 
-# --- sessions ------------------------------------------------------------------------------------------------------------
+# --- sessions -----------------------------------------------------------------------------------------------
 
 
 def on_device(cuda, array: np.ndarray) -> Foreign:
-    """The array in the double's device memory, as another library would hold it."""
+    """The array in the double's device memory, as a tensor of another library."""
     address = cuda.allocate(array.nbytes)
     cuda.view(address, array.nbytes)[:] = np.frombuffer(array.tobytes(), np.uint8)
     return Foreign(DeviceTensor(address, array.shape, array.dtype, None, CUDA))

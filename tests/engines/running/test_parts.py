@@ -1,4 +1,4 @@
-"""A unit in several graphs: one manifest, one session, engines compiled one after the other; and slices chained by hand."""
+"""A unit in several graphs, with one manifest, one session and one engine per graph; and slices that a caller joins."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import onnx
 import onnxruntime
 import pytest
 
-from engines.building.build import BuildRequest, build_bundle, build_parts
-from engines.building.publishing import read_records
+from engines.building.build import build_bundle, build_parts
+from engines.building.preparation import BuildRequest
 from engines.commands.main import main as engines_main
 from engines.comparison.compare import CompareRequest, compare_bundle
 from engines.library.backend import choose_backend
@@ -19,6 +19,7 @@ from engines.library.usable_engines import check_lineage
 from engines.running.tensorrt_parts import TensorRTParts
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import read_records
 from exporter.bundle.manifest import MANIFEST_FILE
 from exporter.commands.main import main as exporter_main
 from exporter.common.errors import BundleError, InputError
@@ -137,7 +138,7 @@ def test_hidden_states_pass_between_onnxruntime_parts_as_they_are(parted, monkey
 
 
 def double_parts(bundle: Bundle, cuda: CudaDouble, capacity: int, tmp_path) -> TensorRTParts:
-    """The TensorRT stepper over engines of all parts, each engine a double that computes its part with onnxruntime."""
+    """The TensorRT stepper for all parts. Each engine is a double that computes its part with onnxruntime."""
     steppers = []
     for part in bundle.parts:
         folder = tmp_path / part.folder.name
@@ -278,12 +279,14 @@ def test_a_budget_makes_as_few_parts_as_fit(capsys, tmp_path):
         parts_within(spec, 1 << 30)
     base = ["export", "--model", "smollm2-135m", "--no-validate", "-o", str(tmp_path / "x")]
     for arguments, word in (
-        (["--unit", "model", "--parts", "0"], "expected 1 to 30"), (["--unit", "model", "--parts", "31"], "expected 1 to 30"),
-        (["--unit", "component:rms_norm", "--parts", "1"], ""), (["--unit", "model", "--parts", "2", "--part-budget", "9"], "either --parts"),
-        (["--unit", "model", "--cache", "growing", "--parts", "2"], "cache in place"),
-        (["--unit", "model", "--part-budget", "0.01"], "one layer takes"),
-    ):  # fmt: skip
-        code = exporter_main([*base, *arguments])
+        ("--unit model --parts 0", "expected 1 to 30"),
+        ("--unit model --parts 31", "expected 1 to 30"),
+        ("--unit component:rms_norm --parts 1", ""),
+        ("--unit model --parts 2 --part-budget 9", "either --parts"),
+        ("--unit model --cache growing --parts 2", "cache in place"),
+        ("--unit model --part-budget 0.01", "one layer takes"),
+    ):
+        code = exporter_main([*base, *arguments.split()])
         assert (code, word in capsys.readouterr().err) == ((0, True) if not word else (2, True)), arguments
 
 

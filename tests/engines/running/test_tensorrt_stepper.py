@@ -1,4 +1,4 @@
-"""The TensorRT stepper over strict doubles of CUDA and TensorRT: its own logic, on a machine without a GPU."""
+"""The TensorRT stepper with strict doubles of CUDA and TensorRT, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from engines.running.choose_engine import find_engine
-from engines.running.tensorrt_stepper import GRAPH_BUCKET, TensorRTStepper
+from engines.running.cuda_graphs import GRAPH_BUCKET
+from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.feeds import step_feeds
@@ -98,7 +99,7 @@ def test_a_graph_is_captured_for_each_batch_and_bucket_and_place_in_the_cache(en
 
 
 def test_the_oldest_graph_goes_when_there_are_too_many(engine, monkeypatch):
-    monkeypatch.setattr("engines.running.tensorrt_stepper.MAX_GRAPHS", 2)
+    monkeypatch.setattr("engines.running.cuda_graphs.MAX_GRAPHS", 2)
     _, stepper, cuda = engine()
     cache = stepper.new_cache(4, CAPACITY)
     for batch in (1, 2, 3, 1):
@@ -220,7 +221,7 @@ def test_without_a_gpu_tensorrt_is_refused_by_name_and_auto_takes_onnxruntime(en
         assert session.backend == "onnxruntime"
 
 
-# --- the doubles notice what they are there to notice --------------------------------------------------------------------
+# --- the doubles find misuse -------------------------------------------------------
 
 
 def one_step(stepper, cache):

@@ -221,7 +221,7 @@ def test_an_engines_weights_stay_packed(tmp_path, name, share):
 @pytest.mark.parametrize("name", ["uint8", "uint4"])
 def test_zero_points_are_refused_by_name_where_tensorrt_would_read_them(tmp_path, name):
     bundle = export(tmp_path, name, dtype="fp16")
-    message = f"weights are {name} with zero points, which its parser refuses; export with --weights {name[1:]}"
+    message = f"weights are {name} with zero points, which its parser refuses; export again with {name[1:]} weights"
     with pytest.raises(BackendError, match=message):
         build_bundle(bundle, choose_backend("tensorrt-rtx"), BuildRequest())
     with pytest.raises(BackendError, match=message):
