@@ -32,7 +32,8 @@ def record_run(
     """Runs every scenario of the unit and records the tensors that comparisons read.
 
     Args:
-        spec: what the stepper runs, in the dtype of the random inputs. Every stepper of one comparison gets the same one.
+        spec: what the stepper runs, in the dtype of the random inputs. Every stepper of one comparison gets the
+            same one.
         stepper: runs the steps.
         seed: seed for the random inputs.
         limits: limits that every stepper of the comparison keeps.

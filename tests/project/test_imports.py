@@ -103,7 +103,6 @@ def test_the_quick_run_has_a_file_in_every_folder_of_tests():
     assert folders - quick == set()
 
 
-@pytest.mark.xfail(strict=True, reason="the last long modules are being cut")
 def test_no_module_and_no_function_is_too_long():
     long = []
     for path in sources():
