@@ -58,7 +58,7 @@ build: $(READY) ## compile BUNDLE into a TensorRT engine (no GPU needed with ten
 inspect: $(READY) ## show BUNDLE's network as TensorRT understands it, and its engines
 	$(BIN)/python -m engines inspect "$(BUNDLE)" --backend $(BACKEND) $(if $(CACHE_CAPACITY),--cache-capacity $(CACHE_CAPACITY))
 
-compare: $(READY) ## hold every backend that runs here against eager, operation by operation; writes BUNDLE's compare.html beside it
+compare: $(READY) ## compare every backend that runs here with eager, operation by operation; writes BUNDLE's compare.html beside it
 	$(BIN)/python -m engines compare "$(BUNDLE)" --html "$(patsubst %/,%,$(BUNDLE)).compare.html"
 
 decode: $(READY) ## time prefill and decode of BUNDLE on random input
@@ -89,7 +89,7 @@ interop-peers: $(READY) ## make only the environments of optimum and onnxruntime
 gpu-check: ## on a machine with a GPU: parity, aliases, graphs and speed of what is installed; no network needed
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m benchmarks.own.gpu_check
 
-doctor: $(READY) ## what is installed, what really works here, and how to mend what does not
+doctor: $(READY) ## what is installed, what really works here, and how to fix what does not
 	$(BIN)/python -m runtime doctor
 
 lint: $(READY) ## check style, types, and the environment against the lock

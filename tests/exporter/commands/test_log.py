@@ -56,7 +56,7 @@ def test_verbose_prints_what_was_done_and_what_was_chosen_and_why(tiny_bundle, t
             ["export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", made],
             ["exporter.export", "exporter.graph.weight_writer", "exporter.export", stepper, "exporter.export"],
             ["traced: ", "1 weights, ", "written: "],
-            ["graph held against its contract: ", f"{made} is in place, after "],
+            ["graph checked against its contract: ", f"{made} is in place, after "],
         ),
         (
             engines,
