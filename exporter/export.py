@@ -42,7 +42,7 @@ class ExportRequest:
         weights: the source of the values.
         dtype: "fp16", "fp32" or "bf16".
         max_positions: None for the default (8,192, or the context where that is shorter).
-        attention_dtype: None for `dtype`, or "fp32" to run attention between casts.
+        attention_dtype: None for `dtype`, or "fp32" to compute attention in float32 and the rest in `dtype`.
         end_token_ids, tokenizer_files: added to the bundle of a whole model.
         provenance: entry of report.json about the origin of the weights.
         n_parts: number of graphs that the unit is cut into, each with consecutive layers.

@@ -147,7 +147,7 @@ class DecodeSession(TakesTurns):
         if not self._is_open:
             return
         self._is_open = False
-        with contextlib.ExitStack() as freeing:  # frees the one also where the other cannot be freed
+        with contextlib.ExitStack() as freeing:  # frees each one even if freeing the other fails
             freeing.callback(self._stepper.close)
             freeing.callback(self._cache.free)
             # without these references nothing can use the two, and the memory that they still hold is freed

@@ -66,7 +66,7 @@ class SessionState:
     # --- slots -------------------------------------------------------------------------------------------------------
 
     def slot_table(self) -> SlotTable:
-        """Returns the slots. Without any, returns an empty table, which counts only once a slot is taken from it.
+        """Returns the slots, or an empty table. It becomes the session's table when its first slot is taken.
 
         Raises:
             InputError: the session is used with rows.

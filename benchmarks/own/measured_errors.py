@@ -1,6 +1,6 @@
 """Measures the errors that the tolerances are derived from: between backends over seeds, and of each operation.
 
-python -m benchmarks.own.measured_errors [--checkpoint DIR]    writes exporter/validation/measured_errors.json
+python -m benchmarks.own.measured_errors --checkpoint DIR    writes exporter/validation/measured_errors.json
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Case:
     real: bool = False
 
 
-def cases(checkpoint: str | None) -> Iterator[Case]:
-    """Yields all cases: parts and a block of 8B geometry, a stack of 30 layers, a tiny and the real model."""
+def cases(checkpoint: str) -> Iterator[Case]:
+    """Yields all cases: components and a block of 8B geometry, a stack of 30 layers, a tiny and the real model."""
     for kind in ("block", "stack", "model"):
         yield Case(f"tiny {kind}", TINY, kind, RandomWeights(TINY, 0), 10)
     block8b, smollm2 = CATALOGUE["llama3-8b"], CATALOGUE["smollm2-135m"]
@@ -63,9 +63,8 @@ def cases(checkpoint: str | None) -> Iterator[Case]:
         yield Case(f"{component} (8B)", block8b, f"component:{component}", RandomWeights(block8b, 0), 3)
     yield Case("block (8B)", block8b, "block", RandomWeights(block8b, 0), 2)
     yield Case("stack of 30 (SmolLM2 geometry)", smollm2, "stack", RandomWeights(smollm2, 0), 2)
-    if checkpoint:
-        opened = open_checkpoint(checkpoint, None)
-        yield Case("model (SmolLM2 real)", opened.config, "model", opened.weights, 2, real=True)
+    opened = open_checkpoint(checkpoint, None)
+    yield Case("model (SmolLM2 real)", opened.config, "model", opened.weights, 2, real=True)
 
 
 def measure(case: Case, dtype: str, tables: dict) -> None:
@@ -115,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.own.measured_errors", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--checkpoint", metavar="DIR", help="folder of real weights to measure too")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="folder of the real weights to measure")
     checkpoint = parser.parse_args().checkpoint
     tables: dict = {"outputs": {}, "operations": {}, "real_weights": {}}
     for case in cases(checkpoint):

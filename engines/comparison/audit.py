@@ -1,8 +1,10 @@
 """The audit of a backend: finds the operation, layer and step where an error begins, and its part in the whole error.
 
 The backend runs the same steps twice and is compared with the eager definition in float64 (reference.py):
-  carried   each operation reads the backend's own values, so that errors are carried along as they are in use; local
-  each operation reads the reference's values, rounded to the backend's dtypes, so that the only error is its own.
+
+* carried: each operation reads the backend's own values, so that errors are carried along as in use;
+* local: each operation reads the reference's values, rounded to the backend's dtypes, so that its error is its own.
+
 The error begins at the first operation whose local error is above its budget (exporter/validation/tolerances.py). The
 error of the last value is also divided among all operations (shares.py).
 """

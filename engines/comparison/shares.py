@@ -19,9 +19,8 @@ CACHE = "cache"  # the name under which the errors of rows cached in earlier ste
 def error_shares(reference: Reference, index: int, carried: Values, past: list[np.ndarray]) -> dict[str, float]:
     """Returns each operation's share of the error of the step's last value, by name; the cache's share is under CACHE.
 
-    Let e be the error of the last value, J_v its derivative by value v, and δ_v the error that the backend makes at v:
-        the
-    difference from the exact operation on the backend's own inputs. Errors already in the cache count as such δ_v too.
+    Let e be the error of the last value, and J_v its derivative by value v. Let δ_v be the error that the backend makes
+    at v: the difference from the exact operation on the backend's own inputs. Errors in the cache are such δ_v too.
     Then e ≈ Σ J_v δ_v, and the share of v is ⟨e, J_v δ_v⟩ / ‖e‖². Shares add up to 1 as long as the error is small.
 
     Args:

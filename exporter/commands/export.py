@@ -69,7 +69,7 @@ def _add_number_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attention-dtype",
         metavar="DTYPE",
-        help="fp32 computes attention in float32 between casts (default: the dtype)",
+        help="fp32: attention is computed in float32, the rest in the dtype (default: the dtype)",
     )
     parser.add_argument(
         "--weights",

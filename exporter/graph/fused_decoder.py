@@ -118,7 +118,7 @@ def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def traced_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, float32: bool) -> Tensor:
-    """Attention-23 with an explicit mask and native GQA; `float32` computes it between casts, in any graph."""
+    """Attention-23 with an explicit mask and native GQA; with `float32`, its inputs and result are cast."""
     dtype = queries.dtype
     if float32:
         queries, keys, values = queries.float(), keys.float(), values.float()

@@ -26,7 +26,7 @@ class GraphSpec:
         unit: the part of the model that the graph covers.
         dtype: dtype name of weights, hidden states and cache. References also use "fp64".
         max_positions: N. Positions 0 to 2N − 1 have a rotation, and a cache holds at most N rows.
-        float32_attention: whether attention runs in float32 between casts, whatever `dtype` is.
+        float32_attention: whether the inputs of attention are cast to float32, and its result back to `dtype`.
         weight_format: the integer format of the projections and the output head; None stores them in `dtype`.
     """
 
@@ -54,7 +54,7 @@ class GraphSpec:
             unit: the part of the model that the graph covers.
             dtype: "fp16", "fp32" or "bf16".
             max_positions: None means 8,192, or the context of the model where that is shorter.
-            attention_dtype: None means `dtype`; "fp32" runs attention between casts.
+            attention_dtype: None means `dtype`; "fp32" computes attention in float32, and the rest in `dtype`.
             weight_format: the integer format of the matrices; None stores them in `dtype`.
 
         Raises:

@@ -22,7 +22,7 @@ from exporter.validation.comparison import Comparison, compare
 from exporter.validation.recording import Recording
 from exporter.validation.tolerances import Tolerance
 
-# The reference has a rounding error too, and the direction of each rounding is chance: a right candidate was seen at
+# The reference has a rounding error too, and the direction of each rounding is random: a right candidate was seen at
 # 2.1 times the control's error (bf16, the first 8 blocks of SmolLM2).
 CONTROL_FACTOR = 4.0
 

@@ -9,11 +9,12 @@ There are three tables, all of them in this file and written by hand:
 * AGREEMENT has the floor of token agreement on real text, by dtype.
 
 Where the numbers come from: `python -m benchmarks.own.measured_errors` runs every backend over many random seeds, and
-over real weights where a checkpoint is given. It writes the largest errors to measured_errors.json in this folder. Each
+over the real weights of a checkpoint. It writes the largest errors to measured_errors.json in this folder. Each
 number of OUTPUTS and OPERATIONS is above the largest error of its row; a number of OUTPUTS is at most 100 times that
 error. The tests check both. `python -m benchmarks.own.token_agreement` measures the third table.
 
-How to renew them: run that command after a change of the graph, of a backend or of the scenarios. It overwrites
+How to renew them: after a change of the graph, of a backend or of the scenarios, run
+`python -m benchmarks.own.measured_errors --checkpoint build/checkpoints/smollm2-135m`. It overwrites
 measured_errors.json. Run tests/exporter/validation/test_tolerances.py next; where it fails, find the cause of the new
 error, and change the number here only if the error is right. Commands and tests read both files through this module
 only.
@@ -168,7 +169,7 @@ def operation_budget(name: str, dtype: str, backend: str, integer_weights: bool 
 
     Args:
         name: name of the value.
-        dtype: the bundle's dtype. On onnxruntime the budget is that of the dtype which the graph is computed in there.
+        dtype: the bundle's dtype. On onnxruntime, the budget is for the dtype that onnxruntime computes in.
         backend: "onnxruntime" or "interpreter".
         integer_weights: whether the graph's weights are stored in integers.
     """

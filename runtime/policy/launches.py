@@ -24,7 +24,7 @@ def padded_launches(past_lens: Sequence[int], seq_lens: Sequence[int], capacity:
     """Returns the fewest launches over rows 0 … B − 1 that keep padding inside each row's cache.
 
     A launch writes `width` tokens to each of its rows, padding included. Where that would pass the end of a row's
-    cache, the row runs in another launch than the longer rows. Each row must have room for its real tokens
+    cache, the row runs in a launch of its own length. Each row must have room for its real tokens
     (`check_room`), so a row alone always runs.
 
     Args:
