@@ -47,7 +47,7 @@ class InPlaceCache(CacheForm):
 
 @dataclass(frozen=True)
 class GrowingCache(CacheForm):
-    """Past and present are separate tensors: present [B, K, P + T, D] is past [B, K, P, D] and the new rows after it."""
+    """Past and present are separate tensors: present [B, K, P + T, D] is past [B, K, P, D] and then the new rows."""
 
     past_axis = PAST
     step_inputs = ("position_ids", "attention_mask")
