@@ -246,27 +246,34 @@ def _slices(graph: AssembledGraph, weights: WeightSource, buffers: _Buffers) -> 
 class _RoundedRun:
     """A run of a weight's inputs, rounded once for all tensors that the weight is made of.
 
-    The integers are asked for first and not kept. The scales and zero points are few and are kept.
+    The slices are asked for by several threads, in any order. Each is kept until it is asked for.
     """
 
     def __init__(self, read: Read, weight_format: WeightFormat, dtype: str) -> None:
         self._read, self._format, self._dtype = read, weight_format, dtype
-        self._lock = threading.Lock()  # scales may be asked for while the integers are made
-        self._kept: dict[str, Tensor] = {}
+        self._lock = threading.Lock()  # one thread rounds; the others wait for it
+        self._kept: dict[str, Tensor] | None = None
 
     def slice(self, stored: StoredTensor) -> Slice:
         """Returns these rows of one of the weight's tensors."""
         with self._lock:
-            if stored.role in self._kept:
-                return Slice(stored, self._kept.pop(stored.role), {})
-            runs = self._read()
-            for name, run in runs.items():
-                _check_finite(name, run)
-            quantized = quantize(torch.cat(list(runs.values())).T, self._format, self._dtype)
-            self._kept["scales"] = quantized.scales.contiguous().view(torch.uint8).flatten()
-            if quantized.zero_points is not None:
-                self._kept["zero_points"] = pack(quantized.zero_points, self._format.bits)
-            return Slice(stored, pack(quantized.values, self._format.bits), {})
+            if self._kept is None:
+                self._kept = self._rounded()
+            return Slice(stored, self._kept.pop(stored.role), {})
+
+    def _rounded(self) -> dict[str, Tensor]:
+        """Returns the bytes of each tensor, by its role."""
+        runs = self._read()
+        for name, run in runs.items():
+            _check_finite(name, run)
+        quantized = quantize(torch.cat(list(runs.values())).T, self._format, self._dtype)
+        tensors = {
+            "integers": pack(quantized.values, self._format.bits),
+            "scales": quantized.scales.contiguous().view(torch.uint8).flatten(),
+        }
+        if quantized.zero_points is not None:
+            tensors["zero_points"] = pack(quantized.zero_points, self._format.bits)
+        return tensors
 
 
 def _converted(stored: StoredTensor, read: Read, buffers: _Buffers) -> Slice:

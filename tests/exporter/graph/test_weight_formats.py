@@ -24,6 +24,7 @@ from exporter.commands.main import main
 from exporter.common.errors import BackendError, CheckpointError, InputError
 from exporter.costs.ledger import Ledger
 from exporter.export import ExportRequest, export_bundle
+from exporter.graph import weight_writer
 from exporter.graph.quantize import CLIPPINGS, pack, quantize, unpack
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights
@@ -228,6 +229,17 @@ def test_zero_points_are_refused_by_name_where_tensorrt_would_read_them(tmp_path
         InterpreterStepper.from_bundle(bundle)
     result = compare_bundle(bundle, CompareRequest(backends=("eager", "onnxruntime")))
     assert result.passed
+
+
+@FORMATS
+def test_the_order_in_which_threads_ask_for_slices_changes_nothing(tmp_path, monkeypatch, name):
+    expected = export(tmp_path / "in order", name).graph_path.with_suffix(".onnx.data").read_bytes()
+
+    def last_first(slices):
+        return reversed([make() for make in reversed(list(slices))])
+
+    monkeypatch.setattr(weight_writer, "_ahead", last_first)
+    assert export(tmp_path / "last first", name).graph_path.with_suffix(".onnx.data").read_bytes() == expected
 
 
 def test_parts_and_slices_have_the_same_integers(tmp_path):
