@@ -144,7 +144,7 @@ def test_the_scenarios_cover_what_they_name():
 def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monkeypatch, dtype):
     import exporter.graph.weight_writer
 
-    make = exporter.graph.weight_writer._piece
+    make = exporter.graph.weight_writer._converted
 
     def damaged(stored, read, buffers):
         def wrong():
@@ -152,7 +152,7 @@ def test_weights_written_wrongly_are_found_and_no_bundle_is_left(tmp_path, monke
 
         return make(stored, wrong if stored.name.endswith("up_proj.weight") else read, buffers)
 
-    monkeypatch.setattr(exporter.graph.weight_writer, "_piece", damaged)
+    monkeypatch.setattr(exporter.graph.weight_writer, "_converted", damaged)
     request = ExportRequest(TINY, UNIT, RandomWeights(TINY, 0), dtype, MAX_POSITIONS)
     with pytest.raises(CheckFailed, match="nothing was written"):
         export_bundle(request, tmp_path / "bundle")
