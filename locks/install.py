@@ -72,7 +72,8 @@ def _pip(*arguments: str | Path) -> None:
         SystemExit: pip failed. The message has the last lines of its output.
     """
     command = ["pip", *map(str, arguments)]
-    environment = os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off"}
+    quiet = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off"}
+    environment = os.environ | quiet | {"PYTHONUNBUFFERED": "1"}  # the log has output and errors in their order
     with open(LOG, "a+", encoding="utf-8", errors="replace") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
