@@ -118,6 +118,7 @@ def run_script(name: str, folder: Path, **environment: str) -> subprocess.Comple
     return subprocess.run(["bash", ROOT / "scripts" / name], cwd=folder, env=values, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_polygraphy_reads_compiles_and_compares_what_we_leave_it(tmp_path):
     result = run_script("polygraphy_block.sh", tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -157,6 +158,7 @@ def in_workspace(tmp_path, monkeypatch, smollm2_bundle, smollm2_checkpoint):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "example"), blocks("python"))
 def test_a_python_example_runs_and_prints_what_it_says(in_workspace, capsys, page, example):
     promised = re.search(r"print\(.*\)  # (.*)", example).group(1)

@@ -94,7 +94,7 @@ def test_no_folder_has_too_many_modules():
 
 
 def test_the_quick_run_has_a_file_in_every_folder_of_tests():
-    """`make test QUICK=1` leaves out the files that are marked slow."""
+    """`make test QUICK=1` leaves out what is marked slow."""
     quick, folders = set(), set()
     for path in (ROOT / "tests").rglob("test_*.py"):
         folders.add(path.parent)

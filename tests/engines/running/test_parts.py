@@ -168,6 +168,7 @@ def test_tensorrt_parts_share_a_stream_and_the_buffer_at_each_seam(tiny_bundle, 
     assert cuda.allocations == 0  # a shared buffer is freed once
 
 
+@pytest.mark.slow
 def test_every_part_is_compiled_and_recorded_beside_its_graph(parted, tmp_path, capsys):
     folder = tmp_path / "bundle"
     shutil.copytree(parted(dtype="fp16").folder, folder)
@@ -191,6 +192,7 @@ def test_every_part_is_compiled_and_recorded_beside_its_graph(parted, tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_exporting_again_takes_engines_away_and_leaves_other_peoples_files(tmp_path):
     folder = tmp_path / "bundle"
     bundle = export_parts(folder, n_parts=3)

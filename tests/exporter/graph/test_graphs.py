@@ -123,6 +123,7 @@ def test_the_mask_and_rotation_are_made_once_per_graph(tiny_bundle):
     assert not {"Range", "LessOrEqual", "Gather", "Shape", "Where"} & {node.op_type for node in in_block}
 
 
+@pytest.mark.slow
 def test_tied_weights_are_stored_once():
     import dataclasses
 
@@ -237,6 +238,7 @@ def structure(graph: ir.Graph) -> list[str]:
     return [digests[value] for value in graph.outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stack", "model"])
 def test_assembled_graph_equals_one_traced_in_one_piece(kind):
     unit = Unit.parse(kind, TINY, "2")
@@ -260,6 +262,7 @@ def text(fragment: Fragment) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     """What was exported before in a process decides which pieces are traced together; the bytes must not follow it."""
     in_place, growing = (
@@ -277,6 +280,7 @@ def test_a_fragment_does_not_depend_on_what_it_is_traced_beside():
     assert [text(fragment) for fragment in _trace(pieces[::-1])] == alone[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [{BATCH: 3, SEQUENCE: 3, PAST: 3}, dict.fromkeys(EXAMPLE_SIZES, 7), {SEQUENCE: 1}],
@@ -295,6 +299,7 @@ def test_an_example_of_equal_sizes_or_of_one_token_gives_the_same_graph(monkeypa
     assert exporter.graph.fragments._traced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 def test_every_ratio_of_heads_validates_in_a_graph(tmp_path, n_kv_heads):
     config = dataclasses.replace(TINY, n_layers=1, n_kv_heads=n_kv_heads)

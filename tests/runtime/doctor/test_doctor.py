@@ -28,6 +28,7 @@ H200 = Gpu("NVIDIA Test H200", "9.0")
 # --- this machine ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_the_project_is_tested_with_works_and_nothing_of_the_environment_is_said(capsys, monkeypatch):
     monkeypatch.setenv("PLANTED_TOKEN", "s3cret-of-the-user")
     code = main(["doctor", "--format", "json"])
@@ -89,6 +90,7 @@ def plant(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_a_package_that_fails_to_import_is_a_finding_and_so_is_what_needs_it(plant):
     plant("onnxruntime", "raise ImportError('libcudart.so.99: cannot open shared object file')")
     names = ("import onnxruntime", "export", "decode: eager", "onnxruntime: other providers")
