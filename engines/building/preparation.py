@@ -20,7 +20,7 @@ from engines.network.profiles import (
     default_profiles,
     explicit_profiles,
 )
-from engines.network.source import Axes, check_attention_nodes, check_cache_axes, input_axes, load_source
+from engines.network.source import Axes, cache_rows, check_attention_nodes, check_cache_axes, input_axes, load_source
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import InputError
@@ -122,10 +122,30 @@ def _prepare(
     if capacity is not None:
         fix_capacity(model, capacity)
     check_cache_axes(path, model)
+    capacity = _agreed_capacity(cache_rows(model), capacity)
     profiles = _profiles(input_axes(model), request, capacity)
     parsed = parse_network(backend, model, path)
     notes = check_network(parsed, manifest)
     return PreparedNetwork(model, parsed, profiles, capacity, notes)
+
+
+def _agreed_capacity(rows: dict[str, int], capacity: int | None) -> int | None:
+    """Returns the capacity that profiles are checked against: the one asked for, or what the graph's caches have.
+
+    Args:
+        rows: cache rows of each cache of the graph.
+        capacity: the capacity asked for, or None.
+
+    Raises:
+        InputError: a cache has another capacity than the one asked for.
+    """
+    if capacity is None:
+        return min(rows.values(), default=None)
+    other = next((name for name, size in rows.items() if size != capacity), None)
+    if other is not None:
+        problem = f"got {capacity}, and {other} has {rows[other]} rows in the graph"
+        raise InputError(f"cache_capacity: {problem}; give {rows[other]}, or leave it out")
+    return capacity
 
 
 def _profiles(axes: Axes, request: BuildRequest, capacity: int | None) -> list[Profile]:
@@ -141,5 +161,5 @@ def _profiles(axes: Axes, request: BuildRequest, capacity: int | None) -> list[P
             max_seq_len = min(DEFAULT_MAX_SEQ_LEN, capacity or DEFAULT_MAX_SEQ_LEN)
         profiles = default_profiles(axes, max_batch, max_seq_len, capacity)
     if capacity is not None:
-        check_capacity(profiles, capacity)
+        check_capacity(profiles, axes, capacity)
     return profiles

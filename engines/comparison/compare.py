@@ -17,6 +17,7 @@ from engines.interpreter.stepper import InterpreterStepper
 from engines.library.backend import choose_backend
 from engines.library.cuda import RuntimeCuda
 from engines.network.network_checks import check_weight_format
+from engines.network.profiles import largest_size
 from engines.running.tensorrt_parts import find_engines, open_engines
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import BackendError, InputError
@@ -25,6 +26,7 @@ from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights, WeightSource
 from exporter.placing.temporaries import scratch_folder
 from exporter.spec.limits import check_cache_capacity
+from exporter.spec.tensors import BATCH, SEQUENCE
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
@@ -294,6 +296,7 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
 
     Raises:
         InputError: the graph or the engine does not have the capacity asked for.
+        BundleError: an engine's record lacks the shape of an input.
     """
     manifest, capacity = bundle.manifest, request.cache_capacity
     if capacity is not None:
@@ -303,6 +306,9 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
     if "tensorrt" not in backends:
         return RunLimits(capacity)
     records = find_engines(bundle, capacity)
-    sizes = [[profile["ranges"]["position_ids"]["max"] for profile in record.profiles] for record in records]
-    most = [min(max(size[axis] for size in of_part) for of_part in sizes) for axis in (0, 1)]
-    return RunLimits(records[0].cache_capacity, *most)
+    engines = [
+        (part.manifest.contract.inputs, record.largest_shapes())
+        for part, record in zip(bundle.parts, records, strict=True)
+    ]
+    max_batch, max_seq_len = (min(largest_size(axis, *engine) for engine in engines) for axis in (BATCH, SEQUENCE))
+    return RunLimits(records[0].cache_capacity, max_batch, max_seq_len)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from exporter.common.errors import InputError
+from exporter.common.errors import BundleError, InputError
 from exporter.spec.catalogue import LARGEST_COUNT, short
 from exporter.spec.limits import DEFAULT_CACHE_CAPACITY
-from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL
+from exporter.spec.tensors import BATCH, SEQUENCE, TOTAL, TensorSpec
 
 DEFAULT_MAX_BATCH = 4
 DEFAULT_MAX_SEQ_LEN = 512
@@ -73,14 +73,17 @@ def default_profiles(
         expected, fix = ", ".join(KNOWN_AXES), "give min_shapes, opt_shapes and max_shapes"
         raise InputError(f"profile: got axes {unknown} of unknown range, expected some of {expected}; {fix}")
     longest = max(DEFAULT_CACHE_CAPACITY, max_seq_len) if cache_capacity is None else cache_capacity
-    batch, total = (1, max_batch, max_batch), (1, max(1, longest // 2), longest)
-    sequences = (
-        {"decode": (1, 1, 1), "prefill": (1, max_seq_len, max_seq_len)} if SEQUENCE in symbols else {"all": (1, 1, 1)}
-    )
-    return [
-        Profile(name, _ranges(axes, {BATCH: batch, SEQUENCE: sequence, TOTAL: total}))
-        for name, sequence in sequences.items()
-    ]
+    most_new = {"decode": 1, "prefill": max_seq_len} if SEQUENCE in symbols else {"all": 1}
+    profiles = []
+    for name, seq_len in most_new.items():
+        likely = max(longest // 2, seq_len)  # a step reads its own tokens too
+        sizes = {
+            BATCH: (1, max_batch, max_batch),
+            SEQUENCE: (1, seq_len, seq_len),
+            TOTAL: (1, likely, longest),
+        }
+        profiles.append(Profile(name, _ranges(axes, sizes)))
+    return profiles
 
 
 def _ranges(axes: Mapping[str, Sequence[int | str]], sizes: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
@@ -118,7 +121,8 @@ def explicit_profiles(
     """Returns profiles from the user's own shapes: the n-th text of each list makes the n-th profile.
 
     Raises:
-        InputError: the lists differ in length, an input is missing or unknown, or min ≤ opt ≤ max is wrong.
+        InputError: the lists differ in length, an input is missing or unknown, min ≤ opt ≤ max is wrong, one axis has
+            different sizes in two inputs, or a step has more new tokens than it reads.
     """
     if not len(minima) == len(optima) == len(maxima):
         got = f"{len(minima)} min_shapes, {len(optima)} opt_shapes and {len(maxima)} max_shapes"
@@ -146,7 +150,35 @@ def _explicit_ranges(
         )  # the whole shape of an input that may be missing
         ranges[name] = Range(*(shapes.get(name, fixed) for shapes in (minima, optima, maxima)))
         _check_range(f"profile {index} {name}", shape, ranges[name])
+    for kind in ("min", "opt", "max"):
+        _check_sizes(f"profile {index} {kind}", axes, {name: getattr(r, kind) for name, r in ranges.items()})
     return ranges
+
+
+def _check_sizes(subject: str, axes: Mapping[str, Sequence[int | str]], shapes: Mapping[str, Shape]) -> None:
+    """Checks that every axis has one size in all inputs, and that a step reads at least its own tokens.
+
+    TensorRT builds other profiles too, and no step can run in them.
+
+    Raises:
+        InputError: an axis has two sizes, or there are more new tokens than the step reads.
+    """
+    known: dict[str, tuple[int, str]] = {}  # axis → its size, and the first input that has it
+    for name, shape in axes.items():
+        for axis, size in zip(shape, shapes[name], strict=True):
+            if not isinstance(axis, str) or not axis:  # axes without a name have nothing to do with each other
+                continue
+            first, owner = known.setdefault(axis, (size, name))
+            if first != size:
+                got = f"{first} in {owner} and {size} in {name}"
+                raise InputError(f"{subject} {axis}: got {got}, expected one size; no step could run")
+    if SEQUENCE in known and TOTAL in known:
+        (new, writer), (read, reader) = known[SEQUENCE], known[TOTAL]
+        if new > read:
+            got = f"{new} new tokens in {writer} and {read} tokens to read in {reader}"
+            raise InputError(
+                f"{subject}: got {got}, expected at most as many new ones; a step reads its own tokens too"
+            )
 
 
 def _check_range(subject: str, shape: Sequence[int | str], r: Range) -> None:
@@ -160,15 +192,39 @@ def _check_range(subject: str, shape: Sequence[int | str], r: Range) -> None:
             raise InputError(f"{subject}: got {got}, expected 1 ≤ min ≤ opt ≤ max < 2³¹")
 
 
-def check_capacity(profiles: Sequence[Profile], cache_capacity: int) -> None:
+def check_capacity(profiles: Sequence[Profile], axes: Mapping[str, Sequence[int | str]], cache_capacity: int) -> None:
     """Checks that no profile allows a step to read or write beyond the cache.
 
     Raises:
         InputError: one does; the message has the profile, its length and the capacity.
     """
+    does = {TOTAL: "reads", SEQUENCE: "writes"}
     for profile in profiles:
-        for name, does in (("attention_mask", "reads"), ("position_ids", "writes")):
-            r = profile.ranges.get(name)
-            if r is not None and len(r.max) == 2 and r.max[1] > cache_capacity:
-                problem = f"it {does} up to {r.max[1]} cached tokens, the cache capacity is {cache_capacity}"
-                raise InputError(f"{profile.name}: {problem}; lower max_shapes or raise cache_capacity")
+        for name, shape in axes.items():
+            for axis, most in zip(shape, profile.ranges[name].max, strict=True):
+                if axis in does and most > cache_capacity:
+                    problem = f"it {does[axis]} up to {most} cached tokens, the cache capacity is {cache_capacity}"
+                    fix = f"lower {name} in max_shapes or raise cache_capacity"
+                    raise InputError(f"{profile.name}: {problem}; {fix}")
+
+
+def largest_size(axis: str, inputs: Sequence[TensorSpec], maxima: Sequence[Mapping[str, Sequence[int]]]) -> int:
+    """Returns the largest size of a dynamic axis that an engine takes, in the profile that takes most.
+
+    Args:
+        axis: the symbol of the axis.
+        inputs: the inputs of the graph.
+        maxima: for each profile, input name → largest shape. A profile takes what all its inputs take.
+
+    Raises:
+        BundleError: a profile has no shape of an input, or a shape with another number of axes.
+    """
+    most = 0
+    for number, shapes in enumerate(maxima):
+        for spec in inputs:
+            if len(shapes.get(spec.name, ())) != len(spec.axes):
+                got, expected = list(shapes.get(spec.name, ())), list(spec.axes)
+                raise BundleError(f"profile {number} {spec.name}: got {short(got)}, expected {expected}; build again")
+        sizes = [shapes[spec.name][i] for spec in inputs for i, symbol in enumerate(spec.axes) if symbol == axis]
+        most = max(most, min(sizes))
+    return most

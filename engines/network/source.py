@@ -157,6 +157,18 @@ def input_axes(model: onnx.ModelProto) -> Axes:
     }
 
 
+def cache_rows(model: onnx.ModelProto) -> dict[str, int]:
+    """The rows per sequence of every cache that is updated in place and has a fixed capacity, by input name."""
+    axes, rows = input_axes(model), {}
+    for node in model.graph.node:
+        shape = axes.get(node.input[0], ()) if node.op_type == "TensorScatter" else ()
+        axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), -2)
+        size = shape[axis] if -len(shape) <= axis < len(shape) else None
+        if isinstance(size, int):
+            rows[node.input[0]] = size
+    return rows
+
+
 def check_cache_axes(path: Path, model: onnx.ModelProto) -> None:
     """Checks that every cache has a fixed size on every axis but the batch, as TensorRT's cache update needs it.
 

@@ -25,9 +25,12 @@ def graph_key(profile: int, mask_shape: tuple[int, ...], addresses: Sequence[int
     return (profile, *mask_shape, *addresses)
 
 
-def padded_to_bucket(mask: np.ndarray, capacity: int) -> np.ndarray:
-    """Pads a mask [B, L] with zeros to the next multiple of GRAPH_BUCKET, at most to the capacity."""
-    length = min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, capacity)
+def padded_to_bucket(mask: np.ndarray, longest: int) -> np.ndarray:
+    """Pads a mask [B, L] with zeros to the next multiple of GRAPH_BUCKET, at most to the longest that the engine takes.
+
+    A mask that is longer already stays as it is.
+    """
+    length = max(min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, longest), mask.shape[1])
     return np.ascontiguousarray(np.pad(mask, ((0, 0), (0, length - mask.shape[1]))))
 
 

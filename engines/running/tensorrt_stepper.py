@@ -19,6 +19,7 @@ from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.library.tensorrt_logger import create_logger
 from engines.network.parsed import dtype_name
+from engines.network.profiles import largest_size
 from engines.running.cuda_graphs import CudaGraphs, graph_key, padded_to_bucket
 from engines.running.device_cache import DeviceCache, free_all
 from exporter.bundle.bundle import Bundle
@@ -81,8 +82,10 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._check_tensors(record)
         self._profiles = range(self._engine.num_optimization_profiles)
         self._ranges = [self._profile_ranges(index) for index in self._profiles]
-        name = self.contract.step_inputs[1].name  # position_ids [B, T]
-        self.max_batch, self.max_seq_len = (max(ranges[name][2][axis] for ranges in self._ranges) for axis in (0, 1))
+        maxima = [{name: r[2] for name, r in ranges.items()} for ranges in self._ranges]
+        self.max_batch, self.max_seq_len, self._longest = (
+            largest_size(axis, self.contract.inputs, maxima) for axis in (BATCH, SEQUENCE, TOTAL)
+        )
         for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
             self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
         self._contexts = [self._new_context(index) for index in self._profiles]
@@ -188,7 +191,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         batch, seq_len = inputs["position_ids"].shape
         captured = self.cuda_graphs and seq_len == 1
         if captured:
-            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], self.cache_capacity)
+            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], self._longest)
         shapes = {name: array.shape for name, array in inputs.items()}
         for spec in self.contract.cache_specs:
             shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})

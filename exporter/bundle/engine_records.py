@@ -71,6 +71,10 @@ class EngineRecord:
             )
         return self.cache_capacity
 
+    def largest_shapes(self) -> list[dict[str, list[int]]]:
+        """Returns the largest shape of each input, for each profile."""
+        return [{name: shapes["max"] for name, shapes in profile["ranges"].items()} for profile in self.profiles]
+
 
 RECORD_KEYS = tuple(field.name for field in fields(EngineRecord))
 

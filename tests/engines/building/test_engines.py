@@ -337,6 +337,29 @@ def test_a_profile_that_reads_beyond_the_cache_is_refused(tiny_bundle, rtx):
         prepare_bundle(tiny_bundle("block", "fp16"), rtx, BuildRequest(cache_capacity=32, **texts))
 
 
+@pytest.fixture
+def fixed_graph(tiny_bundle, tmp_path) -> Path:
+    """The graph of a tiny block whose caches have 32 rows as a number, as a build leaves it for other tools."""
+    bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
+    model = onnx.load(bundle.graph_path, load_external_data=False)
+    fix_capacity(model, 32)
+    onnx.save(model, bundle.folder / "model.c32.onnx")
+    return bundle.folder / "model.c32.onnx"
+
+
+def test_an_onnx_file_with_a_fixed_capacity_is_read_no_further_than_that(fixed_graph, rtx):
+    prepared = prepare_onnx(fixed_graph, rtx, BuildRequest())
+    assert prepared.cache_capacity == 32
+    assert max(profile.ranges["attention_mask"].max[1] for profile in prepared.profiles) == 32
+    assert max(profile.ranges["hidden_states"].max[1] for profile in prepared.profiles) == 32
+
+
+def test_another_capacity_than_the_one_in_an_onnx_file_is_refused_with_both(fixed_graph, rtx):
+    assert prepare_onnx(fixed_graph, rtx, BuildRequest(cache_capacity=32)).cache_capacity == 32
+    with pytest.raises(InputError, match=r"cache_capacity: got 64, and past_key_values\.0\.key has 32 rows"):
+        prepare_onnx(fixed_graph, rtx, BuildRequest(cache_capacity=64))
+
+
 def test_a_build_that_fails_leaves_nothing(tiny_bundle, tmp_path, rtx):
     bundle = copied(tiny_bundle("block", "fp16"), tmp_path / "bundle")
     before = sorted(path.name for path in bundle.folder.iterdir())

@@ -88,6 +88,27 @@ def test_explicit_shapes_beyond_the_cache_are_refused(capsys, bundle):
     assert "reads up to 65 cached tokens, the cache capacity is 64" in refusal(capsys, "build", bundle, *shapes)
 
 
+@pytest.mark.parametrize("spelling", ["trtexec", "Polygraphy"])
+@pytest.mark.parametrize(
+    ("which", "changed", "message"),
+    [
+        ("max", {"position_ids": (3, 4)}, "sequence_length: got 8 in hidden_states and 4 in position_ids"),
+        ("max", {"attention_mask": (4, 64)}, "batch_size: got 3 in hidden_states and 4 in attention_mask"),
+        ("max", {"write_indices": (4,)}, "batch_size: got 3 in hidden_states and 4 in write_indices"),
+        ("max", {"past_key_values.0.value": (4, 2, 64, 16)}, "batch_size: got 3 in hidden_states and 4 in past_key"),
+        ("opt", {"attention_mask": (2, 3)}, "got 4 new tokens in hidden_states and 3 tokens to read"),
+        ("min", {"hidden_states": (1, 2, 64), "position_ids": (1, 2)}, "got 2 new tokens in hidden_states and 1 token"),
+    ],
+)
+def test_shapes_that_contradict_each_other_are_refused(capsys, monkeypatch, bundle, spelling, which, changed, message):
+    before = names(bundle)
+    monkeypatch.setitem(SHAPES, which, SHAPES[which] | changed)
+    shapes = [text for kind in SHAPES for text in spelt(kind, spelling)]
+    refused = refusal(capsys, "build", bundle, *shapes)
+    assert f"profile 0 {which}" in refused and message in refused
+    assert names(bundle) == before
+
+
 def test_a_capacity_for_a_graph_without_a_cache_is_refused(capsys, tiny_bundle):
     folder = tiny_bundle("component:rms_norm", "fp16").folder
     assert "cache_capacity: got 64 for a component:rms_norm" in refusal(

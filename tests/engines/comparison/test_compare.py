@@ -14,7 +14,7 @@ import pytest
 from engines.commands.main import main
 from engines.comparison import compare as comparison
 from engines.comparison.audit import BackendAudit
-from engines.comparison.compare import CompareRequest, compare_bundle
+from engines.comparison.compare import CompareRequest, compare_bundle, run_limits
 from engines.comparison.html_page import to_html
 from engines.comparison.report import to_dict
 from engines.comparison.results import StepDifference
@@ -23,7 +23,7 @@ from exporter.common.errors import BackendError, InputError
 from exporter.spec.unit import COMPONENTS
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.scenarios import RunLimits, cache_scenarios
-from tests.support.cuda_double import double_session
+from tests.support.cuda_double import double_session, engine_record
 from tests.support.planted_faults import causal_with_key_lengths, doctored, scale_weight
 
 PAIR = ("onnxruntime", "interpreter")
@@ -186,6 +186,16 @@ def test_scenarios_are_cut_to_what_an_engine_takes():
         assert scenario.capacity == 64 and max(map(max, scenario.steps)) <= 5 and max(map(len, scenario.steps)) <= 2
     near = next(s for s in scenarios if s.name == "near capacity")
     assert sum(step[0] for step in near.steps) == 64
+
+
+def test_what_an_engine_takes_is_read_from_all_its_inputs(tiny_bundle, monkeypatch):
+    bundle = tiny_bundle("block", "fp16")
+    record = engine_record(bundle, 64, max_batch=4, max_seq_len=16)
+    for profile in record.profiles:
+        profile["ranges"]["write_indices"]["max"] = [2]
+        profile["ranges"]["hidden_states"]["max"][1] = 5
+    monkeypatch.setattr("engines.comparison.compare.find_engines", lambda *_: [record])
+    assert run_limits(bundle, CompareRequest(), ("tensorrt",)) == RunLimits(64, 2, 5)
 
 
 def test_another_capacity_gives_the_same_verdict(tiny_bundle):

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from engines.network.profiles import Profile, Range, check_capacity, default_profiles, explicit_profiles, parse_shapes
-from exporter.common.errors import InputError
-from exporter.spec.tensors import graph_contract
+from engines.network.profiles import (
+    Profile,
+    Range,
+    check_capacity,
+    default_profiles,
+    explicit_profiles,
+    largest_size,
+    parse_shapes,
+)
+from exporter.common.errors import BundleError, InputError
+from exporter.spec.tensors import TensorSpec, graph_contract
 from exporter.spec.unit import Unit
 from tests.conftest import TINY
 
@@ -60,6 +68,15 @@ def test_every_range_is_in_order_also_for_a_capacity_of_one():
     for profile in default(max_batch=1, max_seq_len=1, cache_capacity=1).values():
         for r in profile.ranges.values():
             assert all(1 <= low <= middle <= high for low, middle, high in zip(r.min, r.opt, r.max, strict=True))
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 32, 33, CAPACITY])
+def test_every_default_profile_reads_at_least_its_own_tokens(max_seq_len):
+    for profile in default(max_seq_len=max_seq_len).values():
+        new, read = profile.ranges["hidden_states"], profile.ranges["attention_mask"]
+        assert all(
+            a[1] <= b[1] for a, b in zip((new.min, new.opt, new.max), (read.min, read.opt, read.max), strict=True)
+        )
 
 
 def test_a_new_token_for_every_row_of_the_cache_is_allowed():
@@ -220,6 +237,58 @@ def test_sizes_out_of_order_are_refused(texts):
         explicit(**texts)
 
 
+@pytest.mark.parametrize(
+    ("maxima", "complaint"),
+    [
+        ("x:4x32x64,mask:3x64", "max batch_size: got 4 in x and 3 in mask"),
+        ("x:4x32x64,mask:4x31", "max: got 32 new tokens in x and 31 tokens to read in mask"),
+    ],
+)
+def test_a_largest_step_that_cannot_run_is_refused_with_both_sizes(maxima, complaint):
+    with pytest.raises(InputError, match=f"profile 0 {complaint}"):
+        explicit(maxima=maxima)
+
+
+STEP_AXES = {  # every input of a block
+    "hidden_states": ("batch_size", "sequence_length", 64),
+    "position_ids": ("batch_size", "sequence_length"),
+    "write_indices": ("batch_size",),
+    "attention_mask": ("batch_size", "total_sequence_length"),
+    "past_key_values.0.key": ("batch_size", 2, CAPACITY, 16),
+}
+STEP = "hidden_states:2x8x64,position_ids:2x8,write_indices:2,attention_mask:2x64,past_key_values.0.key:2x2x64x16"
+
+
+@pytest.mark.parametrize(
+    ("good", "changed", "complaint"),
+    [
+        ("position_ids:2x8", "position_ids:2x4", "sequence_length: got 8 in hidden_states and 4 in position_ids"),
+        ("attention_mask:2x64", "attention_mask:4x64", "batch_size: got 2 in hidden_states and 4 in attention_mask"),
+        ("write_indices:2", "write_indices:3", "batch_size: got 2 in hidden_states and 3 in write_indices"),
+        ("key:2x2x64", "key:4x2x64", r"batch_size: got 2 in hidden_states and 4 in past_key_values\.0\.key"),
+        ("attention_mask:2x64", "attention_mask:2x7", ": got 8 new tokens in hidden_states and 7 tokens to read"),
+    ],
+    ids=["sequence", "batch of the mask", "batch of the write indices", "batch of the cache", "fewer read than new"],
+)
+def test_inputs_that_contradict_each_other_are_refused_with_both(good, changed, complaint):
+    assert len(explicit_profiles(STEP_AXES, [STEP], [STEP], [STEP])) == 1
+    wrong = STEP.replace(good, changed)
+    assert wrong != STEP
+    with pytest.raises(InputError, match=f"profile 0 min *{complaint}"):
+        explicit_profiles(STEP_AXES, [wrong], [wrong], [wrong])
+
+
+def test_the_second_profile_is_checked_too_and_named():
+    with pytest.raises(InputError, match="profile 1 opt"):
+        explicit_profiles(AXES, [MINIMA] * 2, [OPTIMA, "x:2x8x64,mask:2x7"], [MAXIMA] * 2)
+
+
+def test_axes_without_a_name_may_differ():
+    axes = {"x": ("", 64), "y": ("",)}
+    (profile,) = explicit_profiles(axes, ["x:1x64,y:2"], ["x:3x64,y:4"], ["x:5x64,y:6"])
+    assert (profile.ranges["x"].max, profile.ranges["y"].max) == ((5, 64), (6,))
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 0), (0, 1, 1), (2, 1, 1), (1, 1, 2)], ids=str)
 def test_unequal_counts_of_min_opt_and_max_are_refused_with_all_three(counts):
     lists = [[text] * count for text, count in zip((MINIMA, OPTIMA, MAXIMA), counts, strict=True)]
@@ -229,19 +298,44 @@ def test_unequal_counts_of_min_opt_and_max_are_refused_with_all_three(counts):
 
 # --- profiles against the cache -----------------------------------------------------------------------------
 
+MASK = {"mask": ("batch_size", "total_sequence_length")}  # the axis counts, not the input's name
+
 
 def reading(total: int) -> Profile:
-    return Profile("long", {"attention_mask": Range((1, 1), (1, 1), (2, total))})
+    return Profile("long", {"mask": Range((1, 1), (1, 1), (2, total))})
 
 
 def test_a_profile_that_reads_the_whole_cache_is_allowed():
-    check_capacity([reading(CAPACITY)], CAPACITY)
+    check_capacity([reading(CAPACITY)], MASK, CAPACITY)
 
 
 def test_a_profile_that_reads_beyond_the_cache_is_refused_with_both_numbers():
-    with pytest.raises(InputError, match=r"long: it reads up to 65 .* capacity is 64"):
-        check_capacity([reading(1), reading(CAPACITY + 1)], CAPACITY)
+    with pytest.raises(InputError, match=r"long: it reads up to 65 .* capacity is 64; lower mask"):
+        check_capacity([reading(1), reading(CAPACITY + 1)], MASK, CAPACITY)
 
 
-def test_a_graph_without_a_mask_has_nothing_to_check():
-    check_capacity([Profile("all", {"x": Range((1,), (1,), (1000,))})], CAPACITY)
+def test_a_profile_that_writes_beyond_the_cache_is_refused_with_both_numbers():
+    long = Profile("long", {"x": Range((1, 1, 8), (1, 1, 8), (1, CAPACITY + 1, 8))})
+    with pytest.raises(InputError, match=r"long: it writes up to 65 .* capacity is 64"):
+        check_capacity([long], {"x": ("batch_size", "sequence_length", 8)}, CAPACITY)
+
+
+def test_an_axis_that_is_no_length_has_nothing_to_check():
+    check_capacity([Profile("all", {"x": Range((1,), (1,), (1000,))})], {"x": ("batch_size",)}, CAPACITY)
+
+
+# --- the limits of an engine --------------------------------------------------------------------------------
+
+INPUTS = (TensorSpec("x", "fp16", ("batch_size", "sequence_length", 64)), TensorSpec("write", "int64", ("batch_size",)))
+
+
+def test_an_engine_takes_what_all_inputs_of_one_profile_take():
+    maxima = [{"x": (8, 1, 64), "write": (3,)}, {"x": (2, 32, 64), "write": (4,)}]
+    assert largest_size("batch_size", INPUTS, maxima) == 3
+    assert largest_size("sequence_length", INPUTS, maxima) == 32
+
+
+@pytest.mark.parametrize("shapes", [{"x": (8, 1, 64)}, {"x": (8, 1, 64), "write": ()}])
+def test_a_profile_without_the_shape_of_an_input_is_refused_by_name(shapes):
+    with pytest.raises(BundleError, match=r"profile 0 write: got \[\], expected \['batch_size'\]"):
+        largest_size("batch_size", INPUTS, [shapes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 
@@ -12,6 +13,7 @@ from engines.running.choose_engine import find_engine
 from engines.running.cuda_graphs import GRAPH_BUCKET
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.engine_records import EngineRecord
 from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.feeds import step_feeds
 from exporter.steppers.eager_stepper import EagerStepper
@@ -117,6 +119,35 @@ def test_shapes_outside_the_profiles_are_refused_with_the_range_and_then_it_goes
             session.prefill(tokens(2, 9))
         assert session.lengths.tolist() == []
         np.testing.assert_array_equal(session.prefill(tokens(2, 8)), expected)
+
+
+def with_largest(record: EngineRecord, profile: int, name: str, largest: list[int]) -> EngineRecord:
+    """The record with another largest shape of one input. Its opt shape follows."""
+    profiles = copy.deepcopy(record.profiles)
+    profiles[profile]["ranges"][name] |= {"opt": largest, "max": largest}
+    return dataclasses.replace(record, profiles=profiles)
+
+
+def test_the_limits_of_an_engine_are_those_of_all_its_inputs(engine):
+    bundle, _, cuda = engine()
+    record = with_largest(engine_record(bundle, CAPACITY), 1, "input_ids", [4, 6])
+    record = with_largest(with_largest(record, 0, "attention_mask", [3, CAPACITY]), 1, "write_indices", [2])
+    stepper = TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda)
+    assert (stepper.max_batch, stepper.max_seq_len) == (3, 6)
+    with session_of((bundle, stepper, cuda), max_batch=stepper.max_batch) as session:
+        session.prefill(tokens(2, stepper.max_seq_len))
+
+
+def test_a_captured_step_is_padded_no_further_than_its_engine_reads(engine):
+    bundle, _, cuda = engine()
+    record = engine_record(bundle, CAPACITY)
+    for profile in range(len(record.profiles)):
+        record = with_largest(record, profile, "attention_mask", [4, 20])  # longest step: 20 of 32 rows
+    stepper = TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda)
+    with session_of((bundle, stepper, cuda)) as session:
+        session.prefill(tokens(2, 10))
+        assert session.decode(np.array([1, 2])).shape == (2, TINY.vocab_size)
+        assert stepper.graph_count == 1
 
 
 def test_another_capacity_than_the_engines_is_refused(engine):
