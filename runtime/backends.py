@@ -37,7 +37,7 @@ def open_stepper(
     """
     if backend not in BACKENDS:
         raise InputError(f"backend: got {backend!r}, expected one of {', '.join(BACKENDS)}")
-    names = [providers] if isinstance(providers, str) else providers or []
+    names = [providers] if isinstance(providers, str) else [] if providers is None else providers
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise InputError(f"providers: got {providers!r}, expected the name of an onnxruntime execution provider")
     if names and backend in ("eager", "tensorrt"):

@@ -32,11 +32,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if bool(arguments.bundle) == bool(arguments.onnx) or bool(arguments.onnx) != bool(arguments.output):
+    has_bundle, has_onnx, has_output = (x is not None for x in (arguments.bundle, arguments.onnx, arguments.output))
+    if has_bundle == has_onnx or has_onnx != has_output:
         raise InputError("build: give either a BUNDLE, or --onnx FILE with -o FOLDER")
+    if arguments.output == "":
+        raise InputError("output: got an empty path, expected a folder for the engine; give its path")
     request = build_request(arguments, build_options(arguments))
     backend = chosen_backend(arguments)
-    if arguments.bundle:
+    if has_bundle:
         records = build_parts(Bundle.open(arguments.bundle), backend, request, terminal.say)
     else:
         records = [build_onnx(Path(arguments.onnx), Path(arguments.output), backend, request, terminal.say)]

@@ -218,7 +218,7 @@ def compare_bundle(
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
-    weights = reference_weights(bundle, weights or _own_weights(bundle, say))
+    weights = reference_weights(bundle, _own_weights(bundle, say) if weights is None else weights)
     limits = run_limits(bundle, request, backends)
     with scratch_folder() as scratch:
         result = Comparer(bundle, request, say, weights, limits, scratch).run(backends, left_out)

@@ -88,7 +88,7 @@ class Bundle:
             InputError: `folder` is no path.
             BundleError: there is no manifest, or it cannot be read.
         """
-        if not isinstance(folder, str | os.PathLike):
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             raise InputError(f"bundle: got {folder!r}, expected the path of its folder")
         folder = Path(folder)
         path = folder / MANIFEST_FILE

@@ -22,6 +22,7 @@ OPTION_KEYS = (
     *("workspace_mib", "builder_optimization_level", "timing_cache", "version_compatible", "hardware_compatibility"),
     *("strip_plan", "refit", "profiling_verbosity", "tf32"),
 )
+SWITCHES = ("timing_cache", "version_compatible", "strip_plan", "refit", "tf32")  # options that are true or false
 PROFILE_KEYS, RANGE_KEYS = ("name", "ranges"), ("min", "opt", "max")
 
 
@@ -139,8 +140,11 @@ def _typed(record: EngineRecord) -> EngineRecord:
         raise TypeError("a dtype is no text")
     if set(record.options) != set(OPTION_KEYS):
         raise TypeError(f"options {sorted(set(record.options) ^ set(OPTION_KEYS))} are unknown or missing")
-    numbers = (record.size_bytes, record.build_seconds, record.peak_memory_bytes, record.cache_capacity or 0)
-    if not all(0 <= value < 2**63 for value in numbers):
+    if not all(isinstance(record.options[name], bool) for name in SWITCHES):
+        raise TypeError(f"one of the options {', '.join(SWITCHES)} is neither true nor false")
+    numbers = (record.size_bytes, record.build_seconds, record.peak_memory_bytes)
+    capacity_fits = record.cache_capacity is None or 1 <= record.cache_capacity < 2**63
+    if not capacity_fits or not all(0 <= value < 2**63 for value in numbers):
         raise TypeError("it holds numbers out of range")
     for profile in record.profiles:
         _check_profile(profile)

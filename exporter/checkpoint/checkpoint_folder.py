@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,19 +34,31 @@ def read_json(path: Path) -> dict:
     return data
 
 
-def end_token_ids(folder: Path, config: dict) -> tuple[int, ...]:
+def stated(data: dict, key: str, default: Any) -> Any:
+    """Returns a value of a config. Only a missing key and null mean the default: 0 and false are statements."""
+    value = data.get(key)
+    return default if value is None else value
+
+
+def same(a: object, b: object) -> bool:
+    """Whether two values of a config say the same. In Python true equals 1; in a config they say different things."""
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def end_token_ids(folder: Path, config: dict, vocab_size: int) -> tuple[int, ...]:
     """Returns the tokens that end a generation: those of generation_config.json, else those of the config.
 
     Raises:
-        CheckpointError: a value is not a token id.
+        CheckpointError: a value is not a token of the vocabulary.
     """
     path = folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    ids = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**63 for token in ids):
+    ids = stated(generation, "eos_token_id", stated(config, "eos_token_id", []))
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
         raise CheckpointError(
-            f"checkpoint {folder}: got eos_token_id {short(ids)}, expected whole numbers of at least 0"
+            f"checkpoint {folder}: got eos_token_id {short(ids)}, expected whole numbers from 0 to {vocab_size - 1}, "
+            "the model's vocabulary"
         )
     return tuple(ids)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 from exporter.checkpoint.checkpoint import Checkpoint
@@ -24,8 +25,10 @@ def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
 
     Raises:
         CheckpointError: the folder, config, a shard or a tensor is missing, damaged, unexpected or of another shape.
-        InputError: `model` is given for a Hugging Face folder.
+        InputError: the path is empty, or `model` is given for a Hugging Face folder.
     """
+    if not os.fspath(folder):
+        raise InputError("checkpoint: got an empty path, expected a folder with a config and weights; give its path")
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(

@@ -15,6 +15,8 @@ from exporter.checkpoint.checkpoint_folder import (
     head_is_embedding,
     listed,
     read_json,
+    same,
+    stated,
     tokenizer_files,
 )
 from exporter.checkpoint.stored_names import HUGGINGFACE_DERIVED, huggingface_name
@@ -67,7 +69,7 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
     return Checkpoint(
         config=config,
         weights=weights,
-        end_token_ids=end_token_ids(folder, data),
+        end_token_ids=end_token_ids(folder, data, config.vocab_size),
         tokenizer_files=tokenizer_files(folder),
     )
 
@@ -82,12 +84,12 @@ def parse_config(data: dict) -> ModelConfig:
         CheckpointError: the architecture or a feature is not reproduced here, or a key is missing.
         InputError: the values contradict each other.
     """
-    architectures = data.get("architectures") or [data.get("model_type")]
+    architectures = stated(data, "architectures", [data.get("model_type")])
     if data.get("model_type") != "llama" or architectures not in (["LlamaForCausalLM"], ["llama"]):
         got = f"{short(architectures)} (model_type {short(data.get('model_type'))})"
         raise CheckpointError(f"config architectures: got {got}, expected LlamaForCausalLM alone")
     for key, plain in _REPRODUCED_VALUES.items():
-        if data.get(key, plain) != plain:
+        if not same(stated(data, key, plain), plain):
             raise CheckpointError(
                 f"config {key}: got {short(data[key])}, expected {plain!r}; other values are not reproduced"
             )
@@ -99,19 +101,23 @@ def parse_config(data: dict) -> ModelConfig:
         hidden_size=data["hidden_size"],
         n_layers=data["num_hidden_layers"],
         n_heads=data["num_attention_heads"],
-        n_kv_heads=data.get("num_key_value_heads") or data["num_attention_heads"],
-        head_dim=data.get("head_dim") or _derived_head_dim(data["hidden_size"], data["num_attention_heads"]),
+        n_kv_heads=stated(data, "num_key_value_heads", data["num_attention_heads"]),
+        head_dim=_head_dim(data),
         intermediate_size=data["intermediate_size"],
         vocab_size=data["vocab_size"],
         context_length=data["max_position_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=data["rms_norm_eps"],
-        tie_word_embeddings=data.get("tie_word_embeddings", False),
+        tie_word_embeddings=stated(data, "tie_word_embeddings", False),
     )
 
 
-def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
+def _head_dim(data: dict) -> int:
+    """Returns the width of a head: `head_dim`, or the quotient of hidden size and heads where that is not given."""
+    if data.get("head_dim") is not None:
+        return data["head_dim"]
+    hidden_size, n_heads = data["hidden_size"], data["num_attention_heads"]
     if not isinstance(hidden_size, int) or not isinstance(n_heads, int) or n_heads < 1 or hidden_size % n_heads:
         raise InputError(
             f"config heads: got hidden_size {short(hidden_size)} and num_attention_heads {short(n_heads)}, "
@@ -122,16 +128,9 @@ def _derived_head_dim(hidden_size: object, n_heads: object) -> int:
 
 def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     """Returns theta and scaling from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
-    newer, older = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
-    for name, value in (("rope_parameters", newer), ("rope_scaling", older)):
-        if not isinstance(value, dict):
-            raise InputError(f"config {name}: got {short(value)}, expected an object")
-    thetas = [
-        value
-        for value in (newer.get("rope_theta"), older.get("rope_theta"), data.get("rope_theta"))
-        if value is not None
-    ]
-    if any(theta != thetas[0] for theta in thetas):
+    newer, older = _rope_rule(data, "rope_parameters"), _rope_rule(data, "rope_scaling")
+    thetas = [place["rope_theta"] for place in (newer, older, data) if place.get("rope_theta") is not None]
+    if not all(same(theta, thetas[0]) for theta in thetas):
         raise InputError(f"config rope_theta: got {short(thetas)} in several places, expected one value")
     scalings = [_parse_scaling(rule) for rule in (newer, older) if set(rule) - {"rope_theta"}]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
@@ -141,15 +140,28 @@ def _parse_rope(data: dict) -> tuple[float, RopeScaling | None]:
     return (thetas[0] if thetas else 10_000.0), (scalings[0] if scalings else None)
 
 
+def _rope_rule(data: dict, name: str) -> dict:
+    """Returns what an object of the config says about RoPE, without its null values; {} where there is no object."""
+    rule = stated(data, name, {})
+    if not isinstance(rule, dict):
+        raise InputError(f"config {name}: got {short(rule)}, expected an object")
+    return {key: value for key, value in rule.items() if value is not None}
+
+
 def _parse_scaling(rule: dict) -> RopeScaling | None:
-    kind = rule.get("rope_type", rule.get("type", "default"))
+    kinds = [rule[key] for key in ("rope_type", "type") if key in rule]
+    if any(kind != kinds[0] for kind in kinds):
+        raise InputError(
+            f"config rope_scaling: got rope_type {short(kinds[0])} and type {short(kinds[1])}, expected one"
+        )
+    kind = kinds[0] if kinds else "default"
     if kind not in _ROPE_TYPES:
         expected_types = " or ".join(map(repr, _ROPE_TYPES))
         raise InputError(
             f"config rope_scaling: got type {short(kind)}, expected {expected_types}; other rules are not reproduced"
         )
     plain = {key: value for key, value in rule.items() if key not in ("rope_type", "type", "rope_theta")}
-    if plain.pop("partial_rotary_factor", 1.0) != 1.0:
+    if not same(plain.pop("partial_rotary_factor", 1.0), 1.0):
         raise InputError(
             f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; "
             "other values are not reproduced"

@@ -7,10 +7,11 @@ the pickle, which runs no code. The file is mapped, so a tensor's values are rea
 
 from __future__ import annotations
 
+import math
 import pickletools
 import re
 import zipfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +23,8 @@ from exporter.checkpoint.checkpoint_folder import (
     end_token_ids,
     head_is_embedding,
     read_json,
+    same,
+    stated,
     tokenizer_files,
 )
 from exporter.checkpoint.stored_names import META_DERIVED, meta_name
@@ -32,6 +35,7 @@ from exporter.spec.unit import Unit
 
 # Matrices that shards split along their inputs. Other matrices are split along their outputs.
 _ROW_PARALLEL = ("attention.wo.weight", "feed_forward.w2.weight")
+META_ROPE_THETA = 10_000.0  # what Meta's code takes where params.json has no rope_theta
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _REQUIRED_PARAMS = ("dim", "n_layers", "n_heads", "norm_eps", "multiple_of")
 _KNOWN_PARAMS = {
@@ -48,7 +52,8 @@ def open_meta(folder: Path, model: str | None) -> Checkpoint:
         model: catalogue name; it supplies the context length and, where RoPE is scaled, the rule.
 
     Raises:
-        CheckpointError: a value is missing, or a shard or tensor is missing, damaged, unexpected or of another shape.
+        CheckpointError: a value is missing or not that of `model`, or a shard or tensor is missing, damaged, unexpected
+            or of another shape.
     """
     params = read_json(folder / "params.json")
     paths = _shard_paths(folder)
@@ -61,11 +66,18 @@ def open_meta(folder: Path, model: str | None) -> Checkpoint:
     if head_is_embedding(weights, config.vocab_size):
         config = replace(config, tie_word_embeddings=True)
         weights = MetaWeights(folder, config, paths, shards)
-    return Checkpoint(config, weights, end_token_ids(folder, params), tokenizer_files(folder))
+    elif model is not None and lookup(model).tie_word_embeddings:
+        raise CheckpointError(
+            f"checkpoint {folder}: it has an output head of its own, and that of {model} is its embedding; "
+            "give the right model"
+        )
+    return Checkpoint(config, weights, end_token_ids(folder, params, config.vocab_size), tokenizer_files(folder))
 
 
 def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfig:
-    """Returns a params.json as a ModelConfig. The catalogue supplies the values that it lacks.
+    """Returns a params.json as a ModelConfig. The catalogue supplies the context length and the RoPE scaling rule.
+
+    Every other value must be that of the named model.
 
     Raises:
         CheckpointError: a value is neither in params.json nor in the catalogue, or params.json contradicts `model`.
@@ -76,7 +88,7 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
     if unknown or missing:
         raise CheckpointError(f"params.json: unknown keys {short(unknown)}, missing keys {missing}")
     if model is None:
-        needed = "the context length" + (" and the RoPE scaling rule" if params.get("use_scaled_rope") else "")
+        needed = "the context length" + (" and the RoPE scaling rule" if _is_scaled(params) else "")
         raise CheckpointError(f"params.json lacks {needed}; give model, a name of the catalogue that supplies it")
     known = lookup(model)
     _check_params(params)
@@ -84,24 +96,26 @@ def parse_params(params: dict, vocab_size: int, model: str | None) -> ModelConfi
         hidden_size=params["dim"],
         n_layers=params["n_layers"],
         n_heads=params["n_heads"],
-        n_kv_heads=params.get("n_kv_heads") or params["n_heads"],
+        n_kv_heads=stated(params, "n_kv_heads", params["n_heads"]),
         head_dim=params["dim"] // params["n_heads"],
         intermediate_size=WidthRule(params.get("ffn_dim_multiplier"), params["multiple_of"]).width(params["dim"]),
         vocab_size=vocab_size,
         context_length=known.context_length,
-        rope_theta=params.get("rope_theta", 10_000.0),
+        rope_theta=stated(params, "rope_theta", META_ROPE_THETA),
         rope_scaling=_scaling(params, known, model),
         norm_eps=params["norm_eps"],
     )
-    differing = [
-        name
-        for name in ("hidden_size", "n_layers", "n_heads", "n_kv_heads", "intermediate_size")
-        if getattr(config, name) != getattr(known, name)
-    ]
+    names = [field.name for field in fields(ModelConfig) if field.name != "tie_word_embeddings"]  # the weights say it
+    differing = [name for name in names if not _agree(getattr(config, name), getattr(known, name))]
     if differing:
         values = ", ".join(f"{name} {getattr(config, name)}, expected {getattr(known, name)}" for name in differing)
         raise CheckpointError(f"params.json is not of {model}: {values}; give the right model")
     return config
+
+
+def _agree(a: object, b: object) -> bool:
+    """Whether two values of a config are equal, or floats that differ only by their rounding to float32."""
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=2**-24))
 
 
 def _check_params(params: dict) -> None:
@@ -123,8 +137,20 @@ def _check_params(params: dict) -> None:
         raise InputError(f"params.json: got dim {params['dim']} and n_heads {params['n_heads']}, expected a multiple")
 
 
+def _is_scaled(params: dict) -> bool:
+    """Whether RoPE is scaled.
+
+    Raises:
+        CheckpointError: the value is neither true nor false.
+    """
+    scaled = stated(params, "use_scaled_rope", False)
+    if not isinstance(scaled, bool):
+        raise CheckpointError(f"params.json use_scaled_rope: got {short(scaled)}, expected true or false")
+    return scaled
+
+
 def _scaling(params: dict, known: ModelConfig, model: str) -> RopeScaling | None:
-    if not params.get("use_scaled_rope"):
+    if not _is_scaled(params):
         return None
     if known.rope_scaling is None:
         raise CheckpointError(f"params.json scales RoPE and {model} has no rule for it; give the right model")
@@ -133,9 +159,9 @@ def _scaling(params: dict, known: ModelConfig, model: str) -> RopeScaling | None
 
 def _vocab_size(params: dict, shards: list[dict[str, Tensor]]) -> int:
     """Returns the size in params.json or, where that has none (-1), the rows of the output head in all shards."""
-    stated = params.get("vocab_size", -1)
-    if isinstance(stated, int) and stated > 0:
-        return stated
+    size = stated(params, "vocab_size", -1)
+    if not same(size, -1):
+        return size
     if any("output.weight" not in shard or shard["output.weight"].dim() != 2 for shard in shards):
         raise CheckpointError("params.json gives no vocab_size and there is no output.weight to read it from")
     return sum(shard["output.weight"].shape[0] for shard in shards)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.bundle.bundle import sha256_of
-from exporter.common.errors import CheckpointError
+from exporter.common.errors import CheckpointError, InputError
 from exporter.common.timing import timed
 from exporter.placing.folders import clear_up, new_folder
 from exporter.placing.temporaries import scratch_folder
@@ -39,8 +39,11 @@ def import_smollm2(target: str | Path = Path("build/checkpoints") / NAME) -> Pat
     A `target` that already holds a checkpoint stays as it is. Returns `target`.
 
     Raises:
+        InputError: `target` is empty, or cannot be made.
         CheckpointError: a needed package is missing, the download failed, or the file is not the expected one.
     """
+    if not os.fspath(target):
+        raise InputError("output: got an empty path, expected a folder to make; give its path")
     target = Path(target)
     if (target / "config.json").is_file():
         log.info("%s already holds a checkpoint; nothing is fetched", target)

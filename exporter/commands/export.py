@@ -141,9 +141,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _read_request(arguments: argparse.Namespace) -> ExportRequest:
     """Reads the checkpoint or the catalogue and checks every argument before anything is written."""
-    if not arguments.model and not arguments.checkpoint:
+    if arguments.model is None and arguments.checkpoint is None:
         raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
-    model = _read_checkpoint(arguments) if arguments.checkpoint else _random_model(arguments)
+    model = _read_checkpoint(arguments) if arguments.checkpoint is not None else _random_model(arguments)
     config = model["config"]
     unit = Unit.parse(arguments.unit, config, arguments.layers, arguments.logits, arguments.cache)
     if arguments.parts is not None and arguments.part_budget is not None:

@@ -19,5 +19,5 @@ def run(arguments: argparse.Namespace) -> None:
     """Fetches the model into the output folder."""
     from exporter.checkpoint.smollm2 import import_smollm2
 
-    target = import_smollm2(arguments.output) if arguments.output else import_smollm2()
+    target = import_smollm2(arguments.output) if arguments.output is not None else import_smollm2()
     terminal.say(f"{arguments.model}: checkpoint in {target}")

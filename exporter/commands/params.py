@@ -85,7 +85,7 @@ def _run_roofline(arguments: argparse.Namespace, config: ModelConfig) -> None:
         raise InputError(
             "roofline: got no machine, expected --bandwidth GB/S and --flops TFLOP/S; for this one run `make bench`"
         )
-    unit = Unit.parse(arguments.unit or "model", config)
+    unit = Unit.parse("model" if arguments.unit is None else arguments.unit, config)
     asked = {name: getattr(arguments, name) for name in ("batch", "seq_len", "past_len", "dtype", "weight_bits")}
     step = Step(**{name: value for name, value in asked.items() if value is not None})
     costs = roofline(config, unit, step, arguments.bandwidth * 1e9, arguments.flops * 1e12)

@@ -60,10 +60,11 @@ class Unit:
             raise InputError(f"cache: got {cache!r}, expected one of {', '.join(CACHES)}")
         if cache == "growing" and (kind != "model" or logits == "last"):
             raise InputError(
-                f"cache: got growing for unit {text} with logits {logits or 'all'}, "
+                f"cache: got growing for unit {text} with logits {logits}, "
                 "expected a model with all logits, as its drivers"
             )
-        logits = logits or ("all" if cache == "growing" else "last")
+        if logits is None:
+            logits = "all" if cache == "growing" else "last"
         if logits not in LOGITS:
             raise InputError(f"logits: got {logits!r}, expected one of {', '.join(LOGITS)}")
         if logits != "last" and kind != "model":

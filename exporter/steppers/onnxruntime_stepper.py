@@ -92,7 +92,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
             integer_products: whether onnxruntime may round activations to 8 bits, a block at a time, before products
                 with weights in integers. This is several times as fast on the CPU, but not what the graph says.
         """
-        provider = provider or "CPUExecutionProvider"
+        provider = "CPUExecutionProvider" if provider is None else provider
         _check_provider(provider, dtype)
         self._session = open_session(graph, provider, data_folder, integer_products)
         started = self._session.get_providers()[0]

@@ -94,7 +94,7 @@ def cache_scenarios(max_positions: int, limits: RunLimits = RunLimits()) -> list
 
     A graph of fewer than 8 positions has two: one decodes single tokens, one prefills all tokens but the last.
     """
-    capacity = limits.capacity or min(32, max_positions)
+    capacity = min(32, max_positions) if limits.capacity is None else limits.capacity
     return [fitted for scenario in _scenarios(capacity, max_positions) if (fitted := limits.fit(scenario)) is not None]
 
 

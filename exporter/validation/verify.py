@@ -296,7 +296,8 @@ def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str
         names = ", ".join(differing)
         yield record.file, f"its record has other tensors or dtypes than the bundle at {names}; build again"
     capacity = record.cache_capacity
-    if (capacity is not None) != manifest.unit.has_cache or not 1 <= (capacity or 1) <= manifest.max_positions:
+    fits = capacity is None or 1 <= capacity <= manifest.max_positions
+    if (capacity is not None) != manifest.unit.has_cache or not fits:
         unit = f"a {manifest.unit} of {manifest.max_positions} positions"
         yield record.file, f"its record has cache_capacity {capacity} for {unit}; build again"
     elif not is_inside(bundle.folder / record.graph_file, bundle.folder):

@@ -139,6 +139,10 @@ DAMAGED = {
     "null engines": '{"format_version": 1, "engines": null}',
     "number": '{"format_version": 1, "engines": [1]}',
     "missing keys": '{"format_version": 1, "engines": [{"file": "a.engine"}]}',
+    "no cache rows": json.dumps({"format_version": 1, "engines": [asdict(RECORD) | {"cache_capacity": 0}]}),
+    "option as text": json.dumps(
+        {"format_version": 1, "engines": [asdict(RECORD) | {"options": RECORD.options | {"version_compatible": "no"}}]}
+    ),
     "unknown key": json.dumps({"format_version": 1, "engines": [asdict(RECORD) | {"colour": 1}]}),
 }
 

@@ -24,7 +24,14 @@ def refusal(capsys, *arguments: str | Path) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["BUNDLE", "--onnx", "x.onnx", "-o", "out"], ["--onnx", "x.onnx"], ["BUNDLE", "-o", "out"]],
+    [
+        [],
+        ["BUNDLE", "--onnx", "x.onnx", "-o", "out"],
+        ["--onnx", "x.onnx"],
+        ["BUNDLE", "-o", "out"],
+        ["BUNDLE", "--onnx="],
+        ["BUNDLE", "-o", ""],
+    ],
     ids=str,
 )
 def test_a_build_takes_either_a_bundle_or_an_onnx_file_with_an_output(capsys, arguments):
@@ -36,6 +43,13 @@ def test_a_missing_bundle_is_refused_with_the_command_that_makes_one(capsys, tmp
     message = refusal(capsys, command, tmp_path / "nowhere")
     assert str(tmp_path / "nowhere") in message
     assert "python -m exporter export" in message
+
+
+def test_an_empty_output_is_not_the_current_folder(capsys, monkeypatch, bundle, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    before = names(tmp_path)
+    assert "output: got an empty path" in refusal(capsys, "build", "--onnx", bundle / GRAPH_FILE, "-o", "")
+    assert names(tmp_path) == before
 
 
 def test_a_missing_onnx_file_is_refused_and_its_output_is_not_made(capsys, tmp_path):

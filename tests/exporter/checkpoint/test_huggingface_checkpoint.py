@@ -114,6 +114,28 @@ def test_absent_kv_heads_mean_as_many_as_query_heads(kv_heads):
     assert parse_config(huggingface_config(TINY, num_key_value_heads=kv_heads)).n_kv_heads == TINY.n_heads
 
 
+NULLABLE = (
+    *("architectures", "attention_bias", "hidden_act", "mlp_bias", "partial_rotary_factor", "quantization_config"),
+    *("head_dim", "num_key_value_heads", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings"),
+)
+
+
+@pytest.mark.parametrize("key", NULLABLE)
+def test_null_means_what_absence_means(key):
+    absent, null = (parse_config(huggingface_config(TINY, **{key: value})) for value in (ABSENT, None))
+    assert absent == null
+
+
+def test_nulls_in_a_rope_rule_say_nothing():
+    rule = {"rope_type": None, "type": "llama3", "rope_theta": None, **LLAMA3_RULE}
+    assert parse_config(huggingface_config(TINY, rope_scaling=rule)).rope_scaling.factor == LLAMA3_RULE["factor"]
+
+
+def test_two_equal_types_of_a_rope_rule_are_one_statement():
+    rule = {"rope_type": "llama3", "type": "llama3", **LLAMA3_RULE}
+    assert parse_config(huggingface_config(TINY, rope_scaling=rule)).rope_scaling.factor == LLAMA3_RULE["factor"]
+
+
 @pytest.mark.parametrize(
     ("in_config", "in_generation_config", "expected"),
     [
@@ -122,6 +144,9 @@ def test_absent_kv_heads_mean_as_many_as_query_heads(kv_heads):
         (ABSENT, None, ()),
         (2, {"eos_token_id": [9, 4]}, (9, 4)),
         (2, {"eos_token_id": 9}, (9,)),
+        (2, {"eos_token_id": 0}, (0,)),
+        (2, {"eos_token_id": []}, ()),
+        (2, {"eos_token_id": None}, (2,)),
         (2, {"temperature": 0.6}, (2,)),
     ],
 )

@@ -35,9 +35,10 @@ N_TENSORS = 2 * 9 + 3
 
 @pytest.fixture(autouse=True)
 def tiny_catalogue(monkeypatch):
-    """Adds the tiny geometry to the catalogue, with and without RoPE scaling. params.json lacks some values."""
+    """Adds the tiny geometry to the catalogue: as it is, with RoPE scaling, and with a tied head."""
     scaled = dataclasses.replace(CONFIG, rope_scaling=catalogue.RopeScaling(8.0, original_context_length=64))
-    for name, config in {"tiny": CONFIG, "tiny-scaled": scaled}.items():
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
+    for name, config in {"tiny": CONFIG, "tiny-scaled": scaled, "tiny-tied": tied}.items():
         monkeypatch.setitem(catalogue.CATALOGUE, name, config)
 
 
@@ -88,6 +89,7 @@ def test_both_formats_give_the_same_bundle(tmp_path):
 def test_a_head_equal_to_the_embedding_is_stored_once(tmp_path):
     assert open_checkpoint(write_meta(tmp_path / "meta", tied=True), "tiny").config.tie_word_embeddings
     assert open_checkpoint(write_meta(tmp_path / "sharded", 3, tied=True), "tiny").config.tie_word_embeddings
+    assert open_checkpoint(tmp_path / "meta", "tiny-tied").config.tie_word_embeddings
 
 
 def test_scaled_rope_takes_its_rule_from_the_named_model(tmp_path):
@@ -98,7 +100,21 @@ def test_scaled_rope_takes_its_rule_from_the_named_model(tmp_path):
 
 
 def test_a_vocabulary_that_params_leave_open_is_read_from_the_head(tmp_path):
-    assert open_checkpoint(write_meta(tmp_path / "meta", 3, params={"vocab_size": -1}), "tiny").config.vocab_size == 99
+    for number, size in enumerate((-1, None, ...)):
+        folder = write_meta(tmp_path / f"meta{number}", 3, params={"vocab_size": size})
+        assert open_checkpoint(folder, "tiny").config.vocab_size == 99
+
+
+def test_a_value_that_was_rounded_to_float32_agrees(tmp_path):
+    folder = write_meta(tmp_path / "meta", params={"norm_eps": 9.999999747378752e-06, "rope_theta": 500_000})
+    assert open_checkpoint(folder, "tiny").config.norm_eps == 9.999999747378752e-06
+
+
+def test_an_absent_theta_is_that_of_metas_code(tmp_path, monkeypatch):
+    monkeypatch.setitem(catalogue.CATALOGUE, "older", dataclasses.replace(CONFIG, rope_theta=10_000.0))
+    for number, theta in enumerate((..., None, 10_000)):
+        folder = write_meta(tmp_path / f"meta{number}", params={"rope_theta": theta})
+        assert open_checkpoint(folder, "older").config.rope_theta == 10_000
 
 
 @pytest.mark.parametrize(
@@ -110,11 +126,26 @@ def test_a_vocabulary_that_params_leave_open_is_read_from_the_head(tmp_path):
         ({"dim": ...}, "tiny", r"missing keys \['dim'\]"),
         ({"moe": 8}, "tiny", r"unknown keys \['moe'\]"),
         ({"n_heads": 5}, "tiny", "dim 96 and n_heads 5"),
-        (
-            {"vocab_size": 98},
-            "tiny",
-            r"tok_embeddings.weight has shapes \[\[99, 96\]\] in its shards, expected \[98, 96\]",
-        ),
+        ({"vocab_size": 98}, "tiny", "not of tiny: vocab_size 98, expected 99"),
+        ({"vocab_size": 0}, "tiny", "vocab_size: got 0"),
+        ({"vocab_size": False}, "tiny", "vocab_size: got False"),
+        ({"vocab_size": "many"}, "tiny", "vocab_size: got 'many'"),
+        ({"vocab_size": -2}, "tiny", "vocab_size: got -2"),
+        ({"n_kv_heads": 0}, "tiny", "n_kv_heads: got 0"),
+        ({"n_kv_heads": False}, "tiny", "n_kv_heads: got False"),
+        ({"n_kv_heads": ...}, "tiny", "n_kv_heads 6, expected 3"),
+        ({"ffn_dim_multiplier": 0}, "tiny", "ffn_dim_multiplier: got 0"),
+        ({"ffn_dim_multiplier": ...}, "tiny", "intermediate_size 288, expected 96"),
+        ({"rope_theta": ...}, "tiny", r"rope_theta 10000\.0, expected 500000\.0"),
+        ({"rope_theta": 10_000}, "tiny", r"rope_theta 10000, expected 500000\.0"),
+        ({"rope_theta": 0}, "tiny", "rope_theta: got 0"),
+        ({"norm_eps": 1e-6}, "tiny", "norm_eps 1e-06, expected 1e-05"),
+        ({"norm_eps": 0}, "tiny", "norm_eps: got 0"),
+        ({}, "tiny-scaled", r"rope_scaling None, expected RopeScaling\(factor=8\.0"),
+        ({"use_scaled_rope": False}, "tiny-scaled", r"rope_scaling None, expected RopeScaling\(factor=8\.0"),
+        ({"use_scaled_rope": "no"}, "tiny-scaled", "use_scaled_rope: got 'no', expected true or false"),
+        ({"use_scaled_rope": 1}, "tiny-scaled", "use_scaled_rope: got 1, expected true or false"),
+        ({}, "tiny-tied", "an output head of its own, and that of tiny-tied is its embedding"),
     ],
 )
 def test_params_that_do_not_fit_are_refused(tmp_path, params, model, message):

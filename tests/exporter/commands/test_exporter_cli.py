@@ -85,6 +85,23 @@ def test_validate_refuses_a_negative_seed(capsys, bundles):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("export --model smollm2-135m --checkpoint= -o out", "checkpoint: got an empty path"),
+        ("export --model= -o out", "model: got ''"),
+        ("export --model smollm2-135m --unit model --logits= -o out", "logits: got ''"),
+        ("params --model smollm2-135m --roofline --bandwidth 1 --flops 1 --unit=", "unit: got ''"),
+        ("import smollm2-135m --output=", "output: got an empty path"),
+    ],
+)
+def test_an_empty_text_is_no_default(capsys, monkeypatch, tmp_path, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("exporter.checkpoint.smollm2._fetch_gguf", lambda scratch: pytest.fail("it fetches"))
+    assert said in refusal(capsys, exporter, *arguments.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["export", "--model", "llama3-8b"],

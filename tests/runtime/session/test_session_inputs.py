@@ -72,6 +72,9 @@ def test_hidden_states_must_have_the_bundles_dtype_and_shape(tiny_bundle, x, mes
         ({"max_batch": 2.0}, InputError, "max_batch: got 2.0"),
         ({"cache_capacity": "8"}, InputError, "cache_capacity: got '8'"),
         ({"providers": 5}, InputError, "providers: got 5"),
+        ({"providers": 0}, InputError, "providers: got 0"),
+        ({"providers": False}, InputError, "providers: got False"),
+        ({"providers": ""}, BackendError, "provider"),
         ({"providers": [["CPUExecutionProvider"]]}, InputError, r"providers: got \[\['CPU"),
         ({"backend": None}, InputError, "backend: got None"),
     ],
@@ -81,7 +84,7 @@ def test_bad_options_are_refused(tiny_bundle, options, error, message):
         DecodeSession.open(tiny_bundle("model").folder, **options)
 
 
-@pytest.mark.parametrize("folder", [None, 5, b"bundle", ["bundle"]])
+@pytest.mark.parametrize("folder", [None, 5, b"bundle", ["bundle"], ""])
 def test_a_bundle_that_is_no_path_is_refused(folder):
     with pytest.raises(InputError, match=r"bundle: got .*, expected the path of its folder"):
         DecodeSession.open(folder)
