@@ -21,5 +21,5 @@ polygraphy convert "build/block/model.c$capacity.onnx" --convert-to trt -o build
     --trt-min-shapes $(shapes 1) --trt-opt-shapes $(shapes 512) --trt-max-shapes $(shapes "$capacity")
 
 python -m engines compare build/block --save-inputs build/inputs.json --save-outputs build/outputs.json
-polygraphy run build/block/model.onnx --onnxrt \
-    --load-inputs build/inputs.json --load-outputs build/outputs.json --atol 0.02 --rtol 0.02
+polygraphy run build/block/model.onnx --onnxrt --load-inputs build/inputs.json --save-outputs build/onnxruntime.json
+python -m engines compare-outputs build/block build/outputs.json build/onnxruntime.json --atol 0.02 --rtol 0.02

@@ -46,7 +46,7 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(title)
     text = "inputs, for `polygraphy run --load-inputs`"
     group.add_argument("--save-inputs", type=Path, metavar="FILE", help=text)
-    text = "outputs of the reference, for `polygraphy run --load-outputs`"
+    text = "outputs of the reference, for `python -m engines compare-outputs`"
     group.add_argument("--save-outputs", type=Path, metavar="FILE", help=text)
     text = "script, for `polygraphy run --data-loader-script`"
     group.add_argument("--save-data-loader", type=Path, metavar="FILE", help=text)

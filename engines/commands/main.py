@@ -1,14 +1,14 @@
-"""`python -m engines`: build, inspect, compare, refit."""
+"""`python -m engines`: build, inspect, compare, compare-outputs, refit."""
 
 from __future__ import annotations
 
 import argparse
 
-from engines.commands import build, compare, inspect_command, refit
+from engines.commands import build, compare, compare_outputs, inspect_command, refit
 from engines.commands.flags import flags_in_errors
 from exporter.common import command
 
-COMMANDS = (build, inspect_command, compare, refit)
+COMMANDS = (build, inspect_command, compare, compare_outputs, refit)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -28,7 +28,9 @@ try:
     from polygraphy.common import TensorMetadata
     from polygraphy.comparator import RunResults
     from polygraphy.comparator.struct import IterationResult
+    from polygraphy.exception import PolygraphyException
     from polygraphy.json import to_json
+    from polygraphy.logger import G_LOGGER
 except ImportError as error:
     raise BackendError(
         f"polygraphy: it is not installed or does not load ({error}); run pip install 'blockline[polygraphy]'"
@@ -140,7 +142,7 @@ def save_inputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> Non
 
 
 def save_outputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> None:
-    """Writes a file for `polygraphy run --load-outputs`, with the reference's outputs of the same steps.
+    """Writes a file for `compare_outputs`, in Polygraphy's form, with the reference's outputs of the same steps.
 
     Raises:
         InputError: the bundle is a component or bf16.
@@ -151,6 +153,35 @@ def save_outputs(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> No
         (name, [IterationResult(outputs=outputs, runner_name=name) for _, outputs in steps(bundle, seed, limits)])
     )
     write_atomically(path, to_json(results))
+
+
+def read_outputs(path: Path) -> dict[str, list[dict[str, np.ndarray]]]:
+    """Returns the outputs in a file that `save_outputs` or `polygraphy run --save-outputs` has written.
+
+    Returns:
+        runner → output name → array, for each step.
+
+    Raises:
+        InputError: the file is missing, or is not one of outputs.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; give one that --save-outputs has written")
+    problem = "it is not a file of outputs that Polygraphy has saved"
+    try:
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):  # it prints on stdout, where --format json has its document
+            loaded = RunResults.load(str(path))
+        runs = [
+            (name, [{key: np.asarray(array) for key, array in step.items()} for step in steps])
+            for name, steps in loaded
+        ]
+    except (PolygraphyException, ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+        raise InputError(f"{path}: {problem} ({str(error)[:200]})") from None
+    found = dict(runs)
+    if not runs or len(found) != len(runs):
+        raise InputError(
+            f"{path}: got outputs of runners {[name for name, _ in runs]}, expected one or more, each once"
+        )
+    return found
 
 
 def save_data_loader(bundle: Bundle, path: Path, seed: int, limits: RunLimits) -> None:
