@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from exporter.bundle.bundle import REPORT_FILE, Bundle, file_entry
 from exporter.bundle.genai_config import genai_config
@@ -15,6 +17,7 @@ from exporter.bundle.manifest import DATA_FILE, GENAI_CONFIG_FILE, GRAPH_FILE, M
 from exporter.common.documents import to_json
 from exporter.common.errors import CheckFailed, InputError
 from exporter.common.memory import peak_memory_bytes
+from exporter.common.plain_numbers import is_whole, make_plain, plain
 from exporter.common.timing import timed
 from exporter.common.versions import versions
 from exporter.costs.stored_size import stored_weights_bytes
@@ -23,7 +26,7 @@ from exporter.graph.contract_check import check_graph
 from exporter.graph.weight_writer import WrittenGraph, write_graph
 from exporter.model.weights import WeightSource
 from exporter.placing.folders import new_folder
-from exporter.spec.catalogue import ModelConfig
+from exporter.spec.catalogue import ModelConfig, short
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Bounds, Unit, part_bounds
 from exporter.spec.weight_formats import WeightFormat
@@ -60,6 +63,23 @@ class ExportRequest:
     provenance: dict | None = None
     n_parts: int = 1
     weight_format: WeightFormat | None = None
+
+    def __post_init__(self) -> None:
+        """Makes plain values of the fields, and checks the end tokens.
+
+        Raises:
+            InputError: an end token is not one of the model's vocabulary.
+        """
+        make_plain(self, "max_positions", "n_parts")
+        size, tokens = self.config.vocab_size, self.end_token_ids
+        files: Any = self.tokenizer_files
+        numbers = [plain(token) for token in (tokens if isinstance(tokens, Iterable) else [tokens])]
+        if not all(isinstance(token, int) and is_whole(token) and 0 <= token < size for token in numbers):
+            expected = f"whole numbers from 0 to {size - 1}, the model's vocabulary"
+            raise InputError(f"end_token_ids: got {short(tokens)}, expected {expected}")
+        object.__setattr__(self, "end_token_ids", tuple(numbers))
+        one_file = isinstance(files, str | os.PathLike)
+        object.__setattr__(self, "tokenizer_files", (Path(files),) if one_file else tuple(map(Path, files)))
 
     @property
     def spec(self) -> GraphSpec:

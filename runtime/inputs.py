@@ -5,7 +5,6 @@ Hidden states may be host arrays or device tensors. Tokens are on the host when 
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,11 +15,6 @@ from exporter.common.errors import InputError
 from exporter.spec.dtypes import numpy_dtype
 
 
-def is_whole_number(value: object) -> bool:
-    """Whether a value is a whole number. True and False are not."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def as_array(x: object, subject: str) -> np.ndarray:
     """Returns what a caller gave as a host array.
 
@@ -29,14 +23,23 @@ def as_array(x: object, subject: str) -> np.ndarray:
         subject: its name in an error message.
 
     Raises:
-        InputError: it is not a rectangular array.
+        InputError: it is not a rectangular array, or it has masked elements, which numpy would drop the mask of.
     """
+    if _has_mask(x):
+        raise InputError(f"{subject}: got an array with masked elements; fill them, or leave them out and give lengths")
     try:
         return np.asarray(x)
     except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a torch tensor that asks for its gradient
         raise InputError(
             f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths"
         ) from None
+
+
+def _has_mask(x: object) -> bool:
+    """Whether an array, or one in lists or tuples, has masked elements."""
+    if isinstance(x, np.ma.MaskedArray):
+        return bool(np.ma.is_masked(x))
+    return isinstance(x, list | tuple) and any(_has_mask(y) for y in x if isinstance(y, list | tuple | np.ndarray))
 
 
 class InputChecker:
@@ -52,6 +55,14 @@ class InputChecker:
         self.takes_tokens = manifest.unit.kind == "model"
         self._dtype_name, self._dtype = manifest.dtype, numpy_dtype(manifest.dtype)
         self._hidden_size, self._vocab_size = manifest.config.hidden_size, manifest.config.vocab_size
+
+    def one_token(self, x: np.ndarray | DeviceTensor) -> tuple[np.ndarray | DeviceTensor, bool]:
+        """Returns a batch with an axis of one token, and whether x lacked it: tokens [B], or hidden states [B, E]."""
+        hidden = (self._hidden_size,)
+        if x.ndim != (1 if self.takes_tokens else 2) or (not self.takes_tokens and x.shape[1:] != hidden):
+            return x, False
+        axes = (x.shape[0], 1, *x.shape[1:])
+        return (x.whole(*axes) if isinstance(x, DeviceTensor) else x.reshape(axes)), True
 
     def batch(self, x: np.ndarray | DeviceTensor) -> np.ndarray | DeviceTensor:
         """Checks dtype and shape of a batch, [B, T] or [B, T, E], and returns it.

@@ -14,13 +14,14 @@ import numpy as np
 from engines.library.dlpack import DeviceTensor, is_device_tensor
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, plain
 from exporter.spec.catalogue import LARGEST_COUNT
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.unit import UNIT_KINDS
 from exporter.steppers.protocol import Cache, Stepper
 from runtime.backends import open_stepper
 from runtime.device_io import DeviceIO, all_on_device
-from runtime.inputs import InputChecker, is_whole_number
+from runtime.inputs import InputChecker
 from runtime.launching import Launcher
 from runtime.policy.full_cache import check_room
 from runtime.policy.launches import padded_launches, unpadded_launches
@@ -112,7 +113,8 @@ class DecodeSession(TakesTurns):
                 f"bundle {bundle}: it is a {manifest.unit}, expected one of {', '.join(WITH_CACHE)}; "
                 "a component has no cache to decode with"
             )
-        if not is_whole_number(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
+        max_batch, cache_capacity = plain(max_batch), plain(cache_capacity)
+        if not is_whole(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         try:
             stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
@@ -188,22 +190,24 @@ class DecodeSession(TakesTurns):
         """Appends one token to each sequence.
 
         Args:
-            x: token ids int64 [B] for a model, else hidden states [B, 1, E] in the bundle's dtype.
+            x: token ids int64 [B] for a model, else hidden states [B, 1, E] or [B, E] in the bundle's dtype.
 
         Returns:
-            For a model float32 logits [B, V]; else hidden states [B, 1, E].
+            For a model float32 logits [B, V]; else hidden states in the shape of x.
 
         Raises:
             InputError: a wrong dtype, shape or token, or a sequence without room; nothing was written.
             NumericalError: the step produced inf or NaN; the session is as before.
         """
         self._get_ready()
-        taken = self._device_io.take(x)
-        if isinstance(taken, np.ndarray) and self._inputs.takes_tokens and taken.ndim == 1:
-            taken = taken[:, None]
+        taken, bare = self._inputs.one_token(self._device_io.take(x))
         if taken.ndim > 1 and taken.shape[1] != 1:
             raise InputError(f"decode: got {taken.shape[1]} tokens a row, expected 1; use prefill for more")
-        return self._step_rows(taken, None, is_device_tensor(x))
+        output = self._step_rows(taken, None, is_device_tensor(x))
+        if not bare or self._inputs.takes_tokens:
+            return output
+        axes = (taken.shape[0], taken.shape[2])
+        return output.whole(*axes) if is_device_tensor(x) else output.reshape(axes)
 
     def _step_rows(
         self, x: np.ndarray | DeviceTensor, lengths: Sequence[int] | np.ndarray | None, on_device: bool
@@ -342,6 +346,7 @@ class DecodeSession(TakesTurns):
             )
         if not inputs:
             raise InputError("step: got no slots, expected at least one")
+        inputs = self._by_number(inputs)
         held = {slot: table.held(slot) for slot in inputs}
         on_device = all_on_device(inputs.values())
         sequences = {
@@ -355,6 +360,18 @@ class DecodeSession(TakesTurns):
             outputs = self._launcher.run(launches, sequences, past_lens, names, on_device)
             table.advance({slot: len(sequences[place.row]) for slot, place in held.items()})
         return {slot: outputs[place.row] for slot, place in held.items()}
+
+    @staticmethod
+    def _by_number(inputs: Mapping[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+        """Returns the inputs of a step by plain slot numbers.
+
+        Raises:
+            InputError: two keys are the same slot, as tensors can be.
+        """
+        numbered = {plain(slot): x for slot, x in inputs.items()}
+        if len(numbered) != len(inputs):
+            raise InputError(f"step: got slots {[plain(slot) for slot in inputs]}, expected each of them once")
+        return numbered
 
     def _slot_table(self) -> SlotTable:
         self._get_ready()

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, plain
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import TensorSpec
 from exporter.steppers.protocol import Cache
-from runtime.inputs import is_whole_number
 from runtime.policy.full_cache import check_room
 from runtime.policy.launches import Launch
 from runtime.policy.slots import SlotTable
@@ -87,7 +87,7 @@ class SessionState:
 
     def take(self, table: SlotTable, row: int, length: int) -> int:
         """Gives a free row to a new slot; from now on the session is used with slots. Returns the slot."""
-        slot = table.take(row, length)
+        slot = table.take(row, plain(length))
         self.slots = table
         return slot
 
@@ -108,13 +108,12 @@ class SessionState:
         Raises:
             InputError: it is not a state, it does not fit the bundle or the capacity, or it holds inf or NaN.
         """
-        if not isinstance(state, SlotState) or not is_whole_number(state.length) or state.length < 0:
+        if not isinstance(state, SlotState) or not is_whole(plain(state.length)) or state.length < 0:
             raise InputError(f"slot state: got {reprlib.repr(state)}, expected what export_slot returned")
         expected = [((spec.axes[1], state.length, spec.axes[3]), numpy_dtype(spec.dtype)) for spec in specs]
         tensors = list(state.tensors) if isinstance(state.tensors, Sequence) else [state.tensors]
         got = [
-            (tensor.shape, tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
-            for tensor in tensors
+            (tensor.shape, tensor.dtype) if type(tensor) is np.ndarray else type(tensor).__name__ for tensor in tensors
         ]
         if got != expected:
             raise InputError(

@@ -73,7 +73,7 @@ def build_parts(
 
 
 def build_onnx(
-    path: Path, folder: Path, backend: Backend, request: BuildRequest, say: Say = lambda line: None
+    path: str | Path, folder: str | Path, backend: Backend, request: BuildRequest, say: Say = lambda line: None
 ) -> EngineRecord:
     """Builds an engine from any ONNX file, in a folder of its own.
 
@@ -84,6 +84,7 @@ def build_onnx(
         BackendError: the backend does not support an option, or has no kernel for the graph.
         OSError: the engine cannot be written.
     """
+    path, folder = Path(path), Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"output {folder}: it is a file, expected a folder; choose another one")
     if folder.is_dir():

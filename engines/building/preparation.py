@@ -24,6 +24,7 @@ from engines.network.source import Axes, cache_rows, check_attention_nodes, chec
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, make_plain
 from exporter.graph.fixed_capacity import fix_capacity
 from exporter.placing.files import check_writable
 from exporter.spec.limits import DEFAULT_CACHE_CAPACITY, check_cache_capacity
@@ -49,6 +50,25 @@ class BuildRequest:
     opt_shapes: tuple[str, ...] = ()
     max_shapes: tuple[str, ...] = ()
     options: BuildOptions = field(default_factory=BuildOptions)
+
+    def __post_init__(self) -> None:
+        """Makes plain values of the fields; one text of shapes may stand alone.
+
+        Raises:
+            InputError: a size is not a whole number, or shapes are not texts.
+        """
+        numbers, shapes = ("max_batch", "max_seq_len", "cache_capacity"), ("min_shapes", "opt_shapes", "max_shapes")
+        make_plain(self, *numbers)
+        for name in numbers:
+            value = getattr(self, name)
+            if value is not None and not is_whole(value):
+                raise InputError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        for name in shapes:
+            texts = getattr(self, name)
+            texts = (texts,) if isinstance(texts, str) else tuple(texts)
+            if not all(isinstance(text, str) for text in texts):
+                raise InputError(f"{name}: got {texts!r:.80}, expected texts such as 'x:1x16'")
+            object.__setattr__(self, name, texts)
 
 
 @dataclass(frozen=True)
@@ -102,6 +122,7 @@ def prepare_onnx(path: Path, backend: Backend, request: BuildRequest) -> Prepare
         CheckFailed: TensorRT would compute something else than the graph says.
         BackendError: the backend does not support an option, or has no kernel for the graph.
     """
+    path = Path(path)
     has_cache = any(CAPACITY in shape for shape in input_axes(load_source(path)).values())
     capacity = request.cache_capacity
     if capacity is not None and capacity < 1:

@@ -58,9 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
     from engines.comparison.report import print_result, to_dict
 
     bundle = Bundle.open(arguments.bundle)
-    backends = tuple(arguments.backends.split(",")) if arguments.backends is not None else None
     request = CompareRequest(
-        backends, arguments.provider, arguments.parser, arguments.audit, arguments.seed, arguments.cache_capacity
+        arguments.backends,
+        arguments.provider,
+        arguments.parser,
+        arguments.audit,
+        arguments.seed,
+        arguments.cache_capacity,
     )
     outputs = (arguments.html, arguments.save_inputs, arguments.save_outputs, arguments.save_data_loader)
     check_writable(*(path for path in outputs if path is not None))

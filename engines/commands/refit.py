@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from engines.commands.record_table import print_record
-from engines.library.backend import choose_backend
+from engines.library.usable_engines import backend_of
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import read_records
 from exporter.common.errors import InputError
@@ -28,4 +28,4 @@ def run(arguments: argparse.Namespace) -> None:
         if len(wanted) != 1:
             names = ", ".join(record.file for record in records) or "none, the bundle has no engine"
             raise InputError(f"refit {bundle.folder}: got --engine {arguments.engine}, expected one of {names}")
-        print_record(refit_bundle(bundle, choose_backend(wanted[0].backend), wanted[0]))
+        print_record(refit_bundle(bundle, backend_of(wanted[0]), wanted[0]))

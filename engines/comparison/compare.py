@@ -21,6 +21,7 @@ from engines.network.profiles import largest_size
 from engines.running.tensorrt_parts import find_engines, open_engines
 from exporter.bundle.bundle import Bundle, check_in_place
 from exporter.common.errors import BackendError, InputError
+from exporter.common.plain_numbers import is_whole, make_plain
 from exporter.common.timing import timed
 from exporter.graph.weight_reader import bundle_weights
 from exporter.model.weights import RandomWeights, WeightSource
@@ -64,6 +65,14 @@ class CompareRequest:
     audit: bool | None = None
     seed: int = 0
     cache_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self, "audit", "seed", "cache_capacity")
+        if not is_whole(self.seed) or self.seed < 0:
+            raise InputError(f"seed: got {self.seed!r}, expected a whole number of at least 0")
+        if self.backends is not None:
+            given = self.backends.split(",") if isinstance(self.backends, str) else self.backends
+            object.__setattr__(self, "backends", tuple(given))
 
 
 @dataclass

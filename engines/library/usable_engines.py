@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from engines.library.backend import Backend, choose_backend
 from engines.library.gpu import Gpu
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord, changed_origins, file_problem, size_problem
-from exporter.common.errors import BundleError
+from exporter.common.errors import BackendError, BundleError
 
 
 def check_engine(folder: Path, record: EngineRecord, verify: str = "size") -> None:
@@ -34,6 +35,20 @@ def check_lineage(bundle: Bundle, record: EngineRecord) -> None:
         problem = f"{', '.join(changed)} changed since it was built; build again"
     if problem:
         raise BundleError(f"engine {bundle.folder / record.file}: {problem}")
+
+
+def backend_of(record: EngineRecord) -> Backend:
+    """Returns the TensorRT that an engine was built with.
+
+    Raises:
+        BackendError: it is not usable here; the message says what the engine was built with.
+    """
+    try:
+        return choose_backend(record.backend)
+    except BackendError as error:
+        problem = f"built with {record.backend} {record.version}, which this machine lacks ({error})"
+        fix = "install that, or build again with a TensorRT that is installed here"
+        raise BackendError(f"engine {record.file}: {problem}; {fix}") from None
 
 
 def check_runnable(record: EngineRecord, backend: str, version: str, gpus: Sequence[Gpu]) -> None:

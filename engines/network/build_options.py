@@ -10,10 +10,12 @@ from typing import Any
 from engines.library.backend import Backend
 from engines.library.gpu import Gpu
 from exporter.common.errors import BackendError, InputError
+from exporter.common.plain_numbers import is_whole, make_plain
 from exporter.spec.catalogue import LARGEST_COUNT, short
 
 HARDWARE_COMPATIBILITY = ("none", "ampere_plus", "same_compute_capability")
 PROFILING_VERBOSITY = ("layer_names_only", "none", "detailed")
+SWITCHES = ("version_compatible", "strip_plan", "refit", "tf32")
 HIGHEST_LEVEL = 5  # of the builder optimization
 
 
@@ -47,11 +49,16 @@ class BuildOptions:
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        if self.workspace_mib is not None and not 1 <= self.workspace_mib <= LARGEST_COUNT:
-            raise InputError(f"workspace_mib: got {short(self.workspace_mib)}, expected 1 to {LARGEST_COUNT:,}")
-        level = self.builder_optimization_level
-        if level is not None and not 0 <= level <= HIGHEST_LEVEL:
-            raise InputError(f"builder_optimization_level: got {level}, expected 0 to {HIGHEST_LEVEL}")
+        make_plain(self, "workspace_mib", "builder_optimization_level", *SWITCHES)
+        for name, low, high in (("workspace_mib", 1, LARGEST_COUNT), ("builder_optimization_level", 0, HIGHEST_LEVEL)):
+            value = getattr(self, name)
+            if value is not None and not (is_whole(value) and low <= value <= high):
+                raise InputError(f"{name}: got {short(value)}, expected {low} to {high:,}")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: got {short(getattr(self, name))}, expected True or False")
+        if self.timing_cache is not None:
+            object.__setattr__(self, "timing_cache", Path(self.timing_cache))
         for name, allowed in (
             ("hardware_compatibility", HARDWARE_COMPATIBILITY),
             ("profiling_verbosity", PROFILING_VERBOSITY),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from engines.library.backend import choose_backend
 from engines.library.gpu import visible_gpus
-from engines.library.usable_engines import check_engine, check_lineage, check_runnable
+from engines.library.usable_engines import backend_of, check_engine, check_lineage, check_runnable
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord, file_problem, read_records
 from exporter.common.errors import BackendError, BundleError, InputError
@@ -34,7 +33,7 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
         try:
             check_engine(bundle.folder, record)
             check_lineage(bundle, record)
-            backend = choose_backend(record.backend)
+            backend = backend_of(record)
             check_runnable(record, backend.name, backend.version, gpus)
             capacity = record.decode_capacity()
         except InputError as error:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from engines.library.backend import choose_backend
 from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.library.tensorrt_logger import create_logger
+from engines.library.usable_engines import backend_of
 from engines.network.parsed import dtype_name
 from engines.network.profiles import largest_size
 from engines.running.cuda_graphs import CudaGraphs, graph_key, padded_to_bucket
@@ -322,4 +322,4 @@ def open_tensorrt(bundle: Bundle, record: EngineRecord, cuda: Cuda, cuda_graphs:
         BackendError: TensorRT is not usable here.
         BundleError: the engine does not load, or has other tensors than the bundle.
     """
-    return TensorRTStepper(bundle, record, choose_backend(record.backend).trt, cuda, cuda_graphs)
+    return TensorRTStepper(bundle, record, backend_of(record).trt, cuda, cuda_graphs)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import make_plain
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import lookup_dtype
 from exporter.spec.parameters import COMPONENT_OF_WEIGHT, block_weight_shapes
@@ -69,6 +70,7 @@ class Step:
     weight_bits: float | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self, "batch", "seq_len", "past_len", "weight_bits")
         for name, least in (("batch", 1), ("seq_len", 1), ("past_len", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, plain
 from exporter.model.components import canonical_name, eager_module
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.graph_spec import GraphSpec
@@ -47,8 +48,9 @@ class RandomWeights:
     """
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
-        if seed < 0:
-            raise InputError(f"seed: got {seed}, expected 0 or more")
+        seed = plain(seed)
+        if not is_whole(seed) or seed < 0:
+            raise InputError(f"seed: got {seed!r}, expected a whole number of at least 0")
         self.description = {"source": "random", "seed": seed}
         self.has_own_head = False
         self._seed = seed

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import make_plain
 
 LARGEST_COUNT = 2**31 - 1  # larger sizes are mistakes, and tensors cannot index them
 MOST_LAYERS = 10_000  # a file decides the number, and every tensor of every layer is listed
@@ -54,6 +55,7 @@ class RopeScaling:
     original_context_length: int = 8192
 
     def __post_init__(self) -> None:
+        make_plain(self, *(field.name for field in dataclasses.fields(self)))
         for field in ("factor", "low_freq_factor", "high_freq_factor"):
             _check_number(f"rope_scaling {field}", getattr(self, field))
         _check_count("rope_scaling original_context_length", self.original_context_length)
@@ -89,6 +91,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        make_plain(self, *(field.name for field in dataclasses.fields(self)))
         _check_count("config n_layers", self.n_layers, MOST_LAYERS)
         for field in (
             "hidden_size",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, plain
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import DTYPES
 
@@ -21,6 +22,7 @@ def check_max_positions(max_positions: int | None, config: ModelConfig) -> int:
     """
     if max_positions is None:
         return min(DEFAULT_MAX_POSITIONS, config.context_length)
+    max_positions = plain(max_positions)
     if not is_count(max_positions) or max_positions > config.context_length:
         raise InputError(
             f"max_positions: got {max_positions!r}, expected 1 to {config.context_length}, the model's context"
@@ -47,6 +49,7 @@ def check_cache_capacity(cache_capacity: int | None, config: ModelConfig, dtype:
         )
     if cache_capacity is None:
         return min(DEFAULT_CACHE_CAPACITY, largest)
+    cache_capacity = plain(cache_capacity)
     if not is_count(cache_capacity):
         raise InputError(f"cache_capacity: got {cache_capacity!r}, expected a whole number of at least 1")
     capacity = -(-cache_capacity // step) * step
@@ -67,5 +70,5 @@ def cache_capacity_step(config: ModelConfig, dtype: str) -> int:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Whether a plain value is a whole number of at least 1."""
+    return isinstance(value, int) and is_whole(value) and value >= 1

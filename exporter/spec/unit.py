@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import plain
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.limits import is_count
 
@@ -116,6 +117,7 @@ def part_bounds(n_layers: int, n_parts: int) -> tuple[Bounds, ...]:
     Raises:
         InputError: n_parts is below 1 or above the number of layers.
     """
+    n_parts = plain(n_parts)
     if not is_count(n_parts) or n_parts > n_layers:
         raise InputError(f"parts: got {n_parts!r}, expected 1 to {n_layers}, the layers of this unit")
     length, longer = divmod(n_layers, n_parts)  # the first `longer` parts have one layer more

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import make_plain
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.limits import is_count
 
@@ -31,6 +32,9 @@ class WeightFormat:
 
     dtype: str
     block_size: int = 32
+
+    def __post_init__(self) -> None:
+        make_plain(self, "block_size")
 
     @property
     def bits(self) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from exporter.common.errors import InputError
+from exporter.common.plain_numbers import is_whole, plain
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class SlotTable:
             InputError: the slot is not active.
         """
         self.held(slot)
-        self._slots = {other: held for other, held in self._slots.items() if other != slot}
+        number = plain(slot)
+        self._slots = {other: held for other, held in self._slots.items() if other != number}
 
     def next_move(self) -> Move | None:
         """Returns the move that brings the last active row into the first gap before it, or None without a gap."""
@@ -104,7 +106,8 @@ class SlotTable:
         Raises:
             InputError: the slot is not active.
         """
-        if not isinstance(slot, int) or isinstance(slot, bool) or slot not in self._slots:
+        slot = plain(slot)
+        if not is_whole(slot) or slot not in self._slots:
             raise InputError(f"slot: got {slot!r}, expected one of the active slots {sorted(self._slots)}")
         return self._slots[slot]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from exporter.common.errors import InputError
-from runtime.inputs import as_array, is_whole_number
+from exporter.common.plain_numbers import is_whole, plain
+from runtime.inputs import as_array
 from runtime.session import DecodeSession
 from runtime.text.sampling import Sampler
 
@@ -34,11 +36,13 @@ class Generation:
     def __post_init__(self) -> None:
         if self.session.manifest.unit.kind != "model":
             raise InputError(f"generate: the bundle is a {self.session.manifest.unit}, expected a whole model")
-        if not is_whole_number(self.max_new_tokens) or self.max_new_tokens < 1:
+        self.max_new_tokens = plain(self.max_new_tokens)
+        if not is_whole(self.max_new_tokens) or self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: got {self.max_new_tokens!r}, expected a whole number of at least 1")
-        if not isinstance(self.prompt, Sequence | np.ndarray):
-            raise InputError(f"prompt: got {self.prompt!r}, expected token ids")
-        if not len(self.prompt):
+        tokens = as_array(self.prompt, "prompt")
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            raise InputError(f"prompt: got {reprlib.repr(self.prompt)}, expected token ids")
+        if not tokens.size:
             raise InputError("prompt: it has no tokens, expected at least one")
         if len(self.prompt) > self.session.cache_capacity:
             raise InputError(

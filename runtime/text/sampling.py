@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from exporter.common.errors import InputError
-from runtime.inputs import is_whole_number
+from exporter.common.plain_numbers import is_whole, plain
 
 
 @dataclass
@@ -30,16 +30,18 @@ class Sampler:
     _rng: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.temperature, self.top_k = plain(self.temperature), plain(self.top_k)
+        self.top_p, self.seed = plain(self.top_p), plain(self.seed)
         given = {name: value for name, value in (("top_k", self.top_k), ("top_p", self.top_p)) if value is not None}
         if self.temperature is None:
             self.temperature = 1.0 if given else 0.0
         if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature: got {self.temperature!r}, expected a finite number of at least 0")
-        if self.top_k is not None and (not is_whole_number(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and (not is_whole(self.top_k) or self.top_k < 1):
             raise InputError(f"top_k: got {self.top_k!r}, expected a whole number of at least 1")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise InputError(f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1")
-        if not is_whole_number(self.seed) or self.seed < 0:
+        if not is_whole(self.seed) or self.seed < 0:
             raise InputError(f"seed: got {self.seed!r}, expected a whole number of at least 0")
         if given and self.temperature == 0:
             raise InputError(

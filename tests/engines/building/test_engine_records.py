@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,12 +14,13 @@ import pytest
 
 from engines.building.publishing import publish
 from engines.library.gpu import Gpu
-from engines.library.usable_engines import check_engine, check_lineage, check_runnable
+from engines.library.usable_engines import backend_of, check_engine, check_lineage, check_runnable
 from engines.network.build_options import BuildOptions
+from engines.running.choose_engine import find_engine
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
-from exporter.bundle.engine_records import EngineRecord, read_records
+from exporter.bundle.engine_records import EngineRecord, read_records, records_json
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
-from exporter.common.errors import BundleError
+from exporter.common.errors import BackendError, BundleError
 
 GPU = Gpu("NVIDIA Test 9000", "9.0")
 FORK = multiprocessing.get_context("fork")
@@ -257,6 +259,23 @@ def test_a_version_compatible_engine_of_an_earlier_version_runs():
     check_runnable(
         replace(RECORD, options=BuildOptions(version_compatible=True).to_dict()), "tensorrt-rtx", "1.8.0", [GPU]
     )
+
+
+def test_an_engine_of_a_backend_that_is_not_installed_says_what_it_was_built_with(monkeypatch):
+    monkeypatch.setattr("engines.library.backend._installed", lambda name: name == "tensorrt-rtx")
+    with pytest.raises(BackendError, match=r"a\.engine: built with tensorrt 10\.15\.1, which this machine lacks .*pip"):
+        backend_of(replace(RECORD, backend="tensorrt", version="10.15.1"))
+
+
+def test_a_search_for_engines_says_what_each_was_built_with(bundle, tmp_path, monkeypatch):
+    monkeypatch.setattr("engines.library.backend._installed", lambda name: name == "tensorrt-rtx")
+    monkeypatch.setattr("engines.running.choose_engine.visible_gpus", lambda: [GPU])
+    folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
+    (folder / "a.engine").write_bytes(b"plan")
+    record = replace(RECORD, backend="tensorrt", version="10.15.1", size_bytes=4, lineage=bundle.lineage)
+    (folder / ENGINES_FILE).write_text(records_json([record]))
+    with pytest.raises(BackendError, match=r"engine a\.engine: built with tensorrt 10\.15\.1, which this"):
+        find_engine(Bundle.open(folder), None)
 
 
 def test_an_engine_needs_a_gpu():

@@ -188,6 +188,14 @@ def test_scenarios_are_cut_to_what_an_engine_takes():
     assert sum(step[0] for step in near.steps) == 64
 
 
+def test_a_request_is_taken_by_what_it_means():
+    assert CompareRequest("eager,onnxruntime", seed=np.int64(3)) == CompareRequest(("eager", "onnxruntime"), seed=3)
+    assert CompareRequest(["eager", "onnxruntime"]).backends == ("eager", "onnxruntime")
+    for seed in (True, 3.0, "3", -1, None):
+        with pytest.raises(InputError, match="seed: got"):
+            CompareRequest(seed=seed)
+
+
 def test_what_an_engine_takes_is_read_from_all_its_inputs(tiny_bundle, monkeypatch):
     bundle = tiny_bundle("block", "fp16")
     record = engine_record(bundle, 64, max_batch=4, max_seq_len=16)

@@ -122,6 +122,19 @@ def test_hidden_states_go_in_and_come_out_on_the_device(engine, cuda_graphs):  #
         np.testing.assert_array_equal(from_device(cuda, second), expected[1])
 
 
+def test_hidden_states_of_one_token_on_the_device_need_no_axis_for_it(engine):  # noqa: F811
+    made = engine("block")
+    cuda, x, y = made[2], states(2, 5), states(2, 1, 1)
+    with session_of(made) as session:
+        session.prefill(x)
+        expected = session.decode(y)
+        session.reset()
+        session.prefill(x)
+        got = session.decode(on_device(cuda, y[:, 0]))
+        assert is_device_tensor(got) and got.shape == (2, TINY.hidden_size)
+        np.testing.assert_array_equal(from_device(cuda, got), expected[:, 0])
+
+
 def test_logits_of_device_tokens_come_out_on_the_device(engine):  # noqa: F811
     made = engine("model")
     with session_of(made) as session:

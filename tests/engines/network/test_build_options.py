@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from engines.building.build import build_bundle
@@ -28,6 +30,44 @@ from exporter.common.errors import BackendError, InputError
 GPU = Gpu("NVIDIA Test 9000", "9.0")
 RTX = Backend("tensorrt-rtx", SimpleNamespace(), "1.7.1", "asked for")
 TENSORRT = Backend("tensorrt", SimpleNamespace(), "10.16.1", "asked for")
+SWITCHES = ("version_compatible", "strip_plan", "refit", "tf32")
+
+
+def test_options_are_taken_by_what_they_mean():
+    odd = BuildOptions(np.int64(64), np.uint8(3), "x.cache", tf32=np.True_)
+    assert odd == BuildOptions(64, 3, Path("x.cache"), tf32=True)
+    assert json.dumps(odd.to_dict()) == json.dumps(BuildOptions(64, 3, Path("x.cache"), tf32=True).to_dict())
+
+
+def test_a_build_request_is_taken_by_what_it_means():
+    odd = BuildRequest(np.int64(2), np.array(8), np.uint8(32), "x:1", ["x:2"], ("x:3",))
+    assert odd == BuildRequest(2, 8, 32, ("x:1",), ("x:2",), ("x:3",))
+    assert {type(size) for size in (odd.max_batch, odd.max_seq_len, odd.cache_capacity)} == {int}
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_seq_len", "cache_capacity"])
+@pytest.mark.parametrize("value", [True, np.True_, "4", 4.0, [4]], ids=repr)
+def test_a_size_that_is_no_whole_number_is_refused_by_name(name, value):
+    with pytest.raises(InputError, match=f"{name}: got"):
+        BuildRequest(**{name: value})
+    with pytest.raises(InputError, match="min_shapes: got"):
+        BuildRequest(min_shapes=[value, 5])
+
+
+@pytest.mark.parametrize("name", ["workspace_mib", "builder_optimization_level"])
+@pytest.mark.parametrize("value", [True, "1", 1.0, [1]], ids=repr)
+def test_an_option_that_is_no_whole_number_is_refused_by_name(name, value):
+    with pytest.raises(InputError, match=f"{name}: got"):
+        BuildOptions(**{name: value})
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", ["no", 0, None], ids=repr)
+def test_a_switch_that_is_neither_true_nor_false_is_refused_by_name(name, value):
+    with pytest.raises(InputError, match=f"{name}: got {value!r}, expected True or False"):
+        BuildOptions(**{name: value})
+
+
 EVERYTHING = BuildOptions(
     workspace_mib=7, builder_optimization_level=2, version_compatible=True, hardware_compatibility="ampere_plus",
     strip_plan=True, refit=True, profiling_verbosity="detailed", tf32=True,

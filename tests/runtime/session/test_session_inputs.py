@@ -26,6 +26,11 @@ MODEL_FAULTS = [
     (lambda s: s.prefill(None), "tokens: got object"),
     (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), "no rectangular array"),
     (lambda s: s.decode(None), "tokens: got object"),
+    (lambda s: s.prefill(np.ma.masked_equal([[1, 2]], 2)), "input: got an array with masked elements"),
+    (lambda s: s.prefill([np.ma.masked_equal([1, 2], 2)]), "input: got an array with masked elements"),
+    (lambda s: s.prefill([[1, np.ma.masked]]), "input: got an array with masked elements"),
+    (lambda s: s.prefill(tokens(2, 3), np.ma.masked_equal([1, 2], 2)), "lengths: got an array with masked elements"),
+    (lambda s: s.decode(np.ma.masked_equal([1, 2], 2)), "input: got an array with masked elements"),
     (lambda s: s.decode(tokens(1, 2)), "expected 1; use prefill"),
     (lambda s: s.prefill(tokens(1, 65)), "holds 0 of 64 tokens and was asked for 65 more"),
 ]
@@ -70,6 +75,9 @@ def test_hidden_states_must_have_the_bundles_dtype_and_shape(tiny_bundle, x, mes
         ({"max_batch": "4"}, InputError, "max_batch: got '4'"),
         ({"max_batch": True}, InputError, "max_batch: got True"),
         ({"max_batch": 2.0}, InputError, "max_batch: got 2.0"),
+        ({"max_batch": np.True_}, InputError, "max_batch: got True"),
+        ({"cache_capacity": np.True_}, InputError, "cache_capacity: got True"),
+        ({"cache_capacity": np.float64(8)}, InputError, "cache_capacity: got 8.0"),
         ({"cache_capacity": "8"}, InputError, "cache_capacity: got '8'"),
         ({"providers": 5}, InputError, "providers: got 5"),
         ({"providers": 0}, InputError, "providers: got 0"),
@@ -88,6 +96,38 @@ def test_bad_options_are_refused(tiny_bundle, options, error, message):
 def test_a_bundle_that_is_no_path_is_refused(folder):
     with pytest.raises(InputError, match=r"bundle: got .*, expected the path of its folder"):
         DecodeSession.open(folder)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint16, np.array, torch.tensor])
+def test_sizes_are_taken_from_whole_numbers_of_every_type(tiny_bundle, kind):
+    with DecodeSession.open(tiny_bundle("model").folder, max_batch=kind(2), cache_capacity=kind(8)) as session:
+        assert type(session.max_batch) is int and type(session.cache_capacity) is int
+        assert (session.max_batch, session.cache_capacity) == (2, 8)
+
+
+def test_a_masked_array_without_masked_elements_is_an_array(tiny_bundle):
+    with open_session(tiny_bundle("model")) as session:
+        expected = session.prefill(tokens(2, 3))
+        session.reset()
+        np.testing.assert_array_equal(session.prefill(np.ma.masked_array(tokens(2, 3))), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_states_of_one_token_need_no_axis_for_it(tiny_bundle, backend):
+    x = np.random.default_rng(0).standard_normal((2, 5, 64)).astype(np.float32)
+    with open_session(tiny_bundle("block"), backend, cache_capacity=64) as session:
+        session.prefill(x)
+        expected = session.decode(x[:, :1])
+        session.reset()
+        session.prefill(x)
+        got = session.decode(x[:, 0])
+        assert expected.shape == (2, 1, 64) and got.shape == (2, 64)
+        np.testing.assert_array_equal(got, expected[:, 0])
+        assert session.lengths.tolist() == [6, 6]
+        for wrong in (x[:, 0, :63], x[0, 0], x[:, :2], x[:, 0].astype(np.float16), x[:, :1, 0]):
+            with pytest.raises(InputError):
+                session.decode(wrong)
+        assert session.lengths.tolist() == [6, 6]
 
 
 def test_auto_takes_onnxruntime_and_says_so(tiny_bundle):

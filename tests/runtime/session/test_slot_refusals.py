@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from exporter.common.errors import InputError, NumericalError
 from runtime.state import SlotState
@@ -29,6 +30,13 @@ REFUSED = {
     "a number for all": (lambda s: s.step(1), "step: got int, expected a mapping"),
     "nothing": (lambda s: s.step(None), "step: got NoneType, expected a mapping"),
     "a slot by True": (lambda s: s.step({True: [1]}), "slot: got True, expected one of"),
+    "a slot by numpy's True": (lambda s: s.step({np.True_: [1]}), "slot: got True, expected one of"),
+    "a slot by a float": (lambda s: s.step({np.float64(0): [1]}), "slot: got 0.0, expected one of"),
+    "one slot twice": (
+        lambda s: s.step({torch.tensor(0): [1], torch.tensor(0): [2]}),
+        r"step: got slots \[0, 0\], expected each of them once",
+    ),
+    "masked": (lambda s: s.step({0: np.ma.masked_equal([1, 2], 2)}), "input: got an array with masked elements"),
     "no array at all": (lambda s: s.step({0: [1], 1: None}), "slot 1: got object"),
     "words": (lambda s: s.step({0: [1], 1: "abc"}), "slot 1: got <U3"),
     "over capacity": (

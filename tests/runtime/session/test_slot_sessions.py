@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from exporter.common.errors import InputError
 from runtime import DecodeSession
@@ -85,6 +86,37 @@ def test_a_newcomers_prefill_runs_beside_the_decode_of_the_others(tiny_bundle, o
         near(logits[a], recompute(bundle, [*tokens(4, 1), 8]))
         near(logits[b], recompute(bundle, [*tokens(6, 2), 7]))
         near(logits[newcomer], recompute(bundle, tokens(5, 3)))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_slots_are_taken_from_whole_numbers_of_every_type(tiny_bundle, kind):
+    with (
+        on_onnxruntime(tiny_bundle("model"), cache_capacity=16) as session,
+        on_onnxruntime(tiny_bundle("model"), cache_capacity=16) as other,
+    ):
+        for one, number in ((session, kind), (other, int)):
+            slot = number(one.acquire())
+            one.outputs = one.step({slot: tokens(3)})
+            fork = number(one.fork(slot))
+            one.state = one.export_slot(fork)
+            one.imported = one.import_slot(SlotState(number(one.state.length), one.state.tensors))
+            one.release(slot)
+            one.outputs |= one.step({fork: tokens(2), number(one.imported): tokens(1)})
+        assert session.lengths == other.lengths == {1: 5, 2: 4}
+        assert {type(number) for pair in session.lengths.items() for number in pair} == {int}
+        assert list(session.outputs) == list(other.outputs) == [0, 1, 2]
+        for slot, output in other.outputs.items():
+            np.testing.assert_array_equal(session.outputs[slot], output)
+
+
+def test_a_state_with_masked_tensors_is_refused(tiny_bundle):
+    with on_onnxruntime(tiny_bundle("model"), cache_capacity=16) as session:
+        slot = session.acquire()
+        session.step({slot: tokens(3)})
+        state = session.export_slot(slot)
+        masked = SlotState(state.length, tuple(np.ma.masked_array(tensor) for tensor in state.tensors))
+        with unchanged(session), pytest.raises(InputError, match=r"slot state: got .* \['MaskedArray'\]"):
+            session.import_slot(masked)
 
 
 @every_backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from exporter.common.errors import InputError
 from runtime import DecodeSession
@@ -97,6 +98,27 @@ def test_generation_stops_at_the_asked_number(tiny_bundle):
         assert len(tokens) == 5 and stopped_by == "max_new_tokens"
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, tuple, iter])
+def test_a_prompt_is_taken_from_every_kind_of_sequence(tiny_bundle, kind):
+    with DecodeSession.open(tiny_bundle("model").folder) as session:
+        expected = generate(session, [1, 2, 3])
+        session.reset()
+        if kind is iter:  # it can be read once only
+            with pytest.raises(InputError, match="expected token ids"):
+                generate(session, kind([1, 2, 3]))
+            return
+        assert generate(session, kind([1, 2, 3]), max_new_tokens=np.int64(5)) == expected
+
+
+def test_a_sampler_takes_numbers_of_every_type():
+    logits = np.random.default_rng(0).standard_normal(50).astype(np.float32)
+    odd = Sampler(np.float32(0.5), torch.tensor(7), np.float64(0.75), np.int64(3))
+    assert [odd(logits) for _ in range(9)] == [s(logits) for s in [Sampler(0.5, 7, 0.75, 3)] for _ in range(9)]
+    for wrong in ({"top_k": np.True_}, {"seed": np.float64(3)}, {"temperature": np.True_}):
+        with pytest.raises(InputError, match="got"):
+            Sampler(**wrong)
+
+
 def test_generation_stops_at_any_end_token_and_leaves_it_out(tiny_bundle):
     import dataclasses
 
@@ -127,8 +149,11 @@ def test_bad_generation_requests_are_refused(tiny_bundle):
             ([1], {"max_new_tokens": "2"}, "max_new_tokens: got '2'"),
             (5, {}, "prompt: got 5, expected token ids"),
             (None, {}, "prompt: got None, expected token ids"),
-            ([1.5, 2], {}, "tokens: got float64"),
-            ("abc", {}, "tokens: got <U3"),
+            ([1.5, 2], {}, r"prompt: got \[1.5, 2\], expected token ids"),
+            ("abc", {}, "prompt: got 'abc', expected token ids"),
+            ([[1, 2]], {}, r"prompt: got \[\[1, 2\]\], expected token ids"),
+            (np.ma.masked_equal([1, 2], 2), {}, "prompt: got an array with masked elements"),
+            ([1], {"max_new_tokens": np.True_}, "max_new_tokens: got True"),
         ):
             with pytest.raises(InputError, match=message):
                 generate(session, prompt, **options)
