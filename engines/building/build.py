@@ -15,9 +15,11 @@ from engines.building.publishing import publish
 from engines.library.backend import Backend
 from engines.library.gpu import visible_gpus
 from engines.network.build_options import BuildOptions
-from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
+from engines.network.source import data_files, load_source
+from exporter.bundle.bundle import ENGINES_FILE, Bundle
 from exporter.bundle.engine_records import EngineRecord, read_records
 from exporter.bundle.manifest import GRAPH_FILE
+from exporter.bundle.origin import Origin
 from exporter.common.errors import InputError
 from exporter.common.memory import peak_memory_bytes
 from exporter.placing.files import check_writable
@@ -35,7 +37,7 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: S
 
     Raises:
         InputError: the shapes are inconsistent, the bundle has several graphs, or its folder cannot be written.
-        BundleError: a file of the bundle is missing, damaged or replaced during the build.
+        BundleError: a file of the bundle is missing, damaged, not the one in its manifest, or changed during the build.
         CheckFailed: TensorRT would compute something else than the graph says, or fails to build.
         BackendError: the backend does not support an option, or has no kernel for the graph.
         OSError: the engine cannot be written.
@@ -43,11 +45,12 @@ def build_bundle(bundle: Bundle, backend: Backend, request: BuildRequest, say: S
     check_writable(bundle.folder / ENGINES_FILE, own=True)
     if not request.options.strip_plan:  # an engine holds the weights
         check_space(f"engine in {bundle.folder}", bundle.folder, bundle.manifest.weights_bytes)
+    origin = Origin.of_bundle(bundle)
     prepared = prepare_bundle(bundle, backend, request)
     capacity = prepared.cache_capacity
     stem = "model" if capacity is None else f"model.c{capacity}"
     graph_file = GRAPH_FILE if capacity is None else f"{stem}.onnx"
-    place = _Place(bundle.folder, f"{stem}.{backend.name}.engine", graph_file, bundle.lineage, bundle)
+    place = _Place(bundle.folder, f"{stem}.{backend.name}.engine", graph_file, origin, bundle)
     return _build(prepared, place, request.options, say)
 
 
@@ -79,7 +82,7 @@ def build_onnx(
 
     Raises:
         InputError: the shapes are inconsistent, or the folder cannot be made or written.
-        BundleError: the file is missing or damaged.
+        BundleError: the file or its data is missing, damaged, or changed during the build.
         CheckFailed: TensorRT would compute something else than the graph says, or fails to build.
         BackendError: the backend does not support an option, or has no kernel for the graph.
         OSError: the engine cannot be written.
@@ -89,15 +92,13 @@ def build_onnx(
         raise InputError(f"output {folder}: it is a file, expected a folder; choose another one")
     if folder.is_dir():
         check_writable(folder / ENGINES_FILE, own=True)
+    origin = Origin(path.parent, sorted({path.name, *data_files(load_source(path))}))
     prepared = prepare_onnx(path, backend, request)
-    entries = (entry for tensor in prepared.model.graph.initializer for entry in tensor.external_data)
-    data = {entry.value for entry in entries if entry.key == "location"}
-    lineage = {name: sha256_of(path.parent / name) for name in sorted({path.name, *data})}
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"output {folder}: it cannot be made ({error.strerror}); choose another one") from None
-    place = _Place(folder, f"{path.stem}.{backend.name}.engine", "", lineage)
+    place = _Place(folder, f"{path.stem}.{backend.name}.engine", "", origin)
     return _build(prepared, place, request.options, say)
 
 
@@ -108,14 +109,14 @@ class _Place:
     Attributes:
         folder, name: folder and name of the engine's file.
         graph_file: name of the ONNX file beside the engine that it was built from; "" where there is none.
-        lineage: SHA-256 of the graph and the weights, by file name.
+        origin: the graph and the weights that the engine is built from.
         bundle: the bundle in the folder, where there is one.
     """
 
     folder: Path
     name: str
     graph_file: str
-    lineage: dict[str, str]
+    origin: Origin
     bundle: Bundle | None = None
 
 
@@ -130,6 +131,7 @@ def _build(prepared: PreparedNetwork, place: _Place, options: BuildOptions, say:
     started = time.perf_counter()
     with temporary_file(place.folder, place.name) as temporary:
         checksum, size_bytes = compile_network(prepared, options, temporary, say)
+        place.origin.check_unchanged()
         record = EngineRecord(
             file=place.name,
             size_bytes=size_bytes,
@@ -142,7 +144,7 @@ def _build(prepared: PreparedNetwork, place: _Place, options: BuildOptions, say:
             profiles=[profile.to_dict() for profile in prepared.profiles],
             cache_capacity=capacity,
             dtypes={tensor.name: tensor.dtype for tensor in (*parsed.inputs, *parsed.outputs)},
-            lineage=place.lineage,
+            lineage=place.origin.checksums,
             options=options.to_dict(),
             build_seconds=round(time.perf_counter() - started, 3),
             peak_memory_bytes=peak_memory_bytes(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import replace
@@ -14,8 +15,10 @@ from engines.library.usable_engines import check_engine, check_runnable
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.engine_records import EngineRecord
 from exporter.bundle.manifest import GRAPH_FILE
+from exporter.bundle.origin import Origin
 from exporter.common.errors import BundleError, CheckFailed
 from exporter.common.timing import timed
+from exporter.graph.fixed_capacity import fixed_graph_problem
 from exporter.placing.files import check_writable
 from exporter.placing.temporaries import temporary_file
 
@@ -28,7 +31,8 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
     The graph must be the one that the engine was built from. The weights may be others.
 
     Raises:
-        BundleError: the engine was not built to be refitted, is not usable here, or was built from another graph.
+        BundleError: the engine was not built to be refitted, is not usable here, is not the file that was built, or was
+            built from another graph; or a file of the bundle is not the one in its manifest, or changed meanwhile.
         CheckFailed: TensorRT could not refit it; the old file is as before.
     """
     if not record.options.get("refit") and not record.options.get("strip_plan"):
@@ -40,6 +44,8 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
         raise BundleError(f"engine {record.file}: {problem}; build again")
     check_runnable(record, backend.name, backend.version, visible_gpus())
     check_writable(bundle.folder / ENGINES_FILE, own=True)
+    origin = Origin.of_bundle(bundle)
+    _check_graph_file(bundle, record)
     started = time.perf_counter()
     with timed(log, "%s refitted with the weights of %s", record.file, bundle.folder):
         serialized = _refitted(bundle, backend, record)
@@ -50,19 +56,36 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
             record,
             size_bytes=temporary.stat().st_size,
             sha256=sha256_of(temporary),
-            lineage=bundle.lineage,
+            lineage=origin.checksums,
             options=record.options | {"strip_plan": False},
             build_seconds=round(time.perf_counter() - started, 3),
         )
+        origin.check_unchanged()
         publish(bundle.folder, temporary, refitted, bundle)
     return refitted
+
+
+def _check_graph_file(bundle: Bundle, record: EngineRecord) -> None:
+    """Checks that the file that TensorRT refits from is the bundle's graph with the engine's capacity.
+
+    Raises:
+        BundleError: it is missing or another graph.
+    """
+    if record.graph_file == GRAPH_FILE:
+        return
+    problem = fixed_graph_problem(bundle.folder / record.graph_file, bundle.graph_path, record.decode_capacity())
+    if problem:
+        raise BundleError(f"bundle {bundle.folder}: {record.graph_file}: {problem}")
 
 
 def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryview:
     """Returns the content of the refitted engine."""
     trt, logger = backend.trt, create_logger(backend.trt)
     runtime = trt.Runtime(logger)
-    engine = runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
+    plan = (bundle.folder / record.file).read_bytes()
+    if hashlib.sha256(plan).hexdigest() != record.sha256:
+        raise BundleError(f"engine {record.file}: it is not the file that was built (another SHA-256); build again")
+    engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise CheckFailed(f"engine {record.file}: it does not load: {logger.reason()}")
     refitter = trt.Refitter(engine, logger)

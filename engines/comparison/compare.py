@@ -20,6 +20,7 @@ from engines.network.network_checks import check_weight_format
 from engines.network.profiles import largest_size
 from engines.running.tensorrt_parts import find_engines, open_engines
 from exporter.bundle.bundle import Bundle, check_in_place
+from exporter.bundle.origin import Origin
 from exporter.common.errors import BackendError, InputError
 from exporter.common.plain_numbers import is_whole, make_plain
 from exporter.common.timing import timed
@@ -140,7 +141,7 @@ class Comparer:
         elif name == "interpreter":
             stepper = open_parts(bundle, lambda part: InterpreterStepper.from_bundle(part, request.parser))
         elif name == "tensorrt":
-            stepper = open_engines(bundle, find_engines(bundle, self.limits.capacity), RuntimeCuda())
+            stepper = open_engines(bundle, find_engines(bundle, self.limits.capacity, "full"), RuntimeCuda())
         elif self._runs_twin(name):
             stepper = open_on_cpu(bundle, self.scratch)
         else:
@@ -223,16 +224,18 @@ def compare_bundle(
         InputError: an unknown backend, fewer than two, or one named twice.
         BackendError: a backend that was asked for cannot run here.
         CheckFailed: TensorRT's parser refuses the graph.
-        BundleError: an export replaced the bundle in the meantime.
+        BundleError: a graph, its weights or its engine is not the file in the manifest or in its record, or changed in
+            the meantime.
     """
     check_in_place(bundle)
     backends, left_out = _choose(bundle, request)
-    weights = reference_weights(bundle, _own_weights(bundle, say) if weights is None else weights)
     limits = run_limits(bundle, request, backends)
+    origin = Origin.of_bundle(bundle)
+    weights = reference_weights(bundle, _own_weights(bundle, say) if weights is None else weights)
     with scratch_folder() as scratch:
         result = Comparer(bundle, request, say, weights, limits, scratch).run(backends, left_out)
-    bundle.check_unchanged()
-    return result
+    origin.check_unchanged()
+    return replace(result, files=origin.checksums)
 
 
 def _own_weights(bundle: Bundle, say: Say) -> WeightSource | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.origin import Origin
 from exporter.common.errors import BackendError, InputError
 from exporter.placing.files import write_atomically
 from exporter.spec.dtypes import numpy_dtype
@@ -102,6 +103,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
 
     Raises:
         InputError: the bundle is a component, which has no steps, or bf16, which numpy has no dtype for.
+        BundleError: a graph or its weights are not those in the manifest, or changed before the last step.
     """
     manifest = bundle.manifest
     if not manifest.unit.has_cache:
@@ -114,6 +116,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
             "polygraphy: got a bf16 bundle, expected fp16 or fp32; its files hold numpy arrays, which have no bf16; "
             "export in fp16 or fp32"
         )
+    origin = Origin.of_bundle(bundle)
     weights = reference_weights(bundle)
     reference = EagerStepper.from_weights(manifest.spec.in_dtype("fp32"), weights)
     rng = np.random.default_rng(seed)
@@ -125,6 +128,7 @@ def steps(bundle: Bundle, seed: int, limits: RunLimits) -> Iterator[Step]:
             }
             outputs = reference.run(feeds, cache) | _present(manifest.contract, cache, scenario.capacity)
             yield _as(manifest.contract.inputs, feeds | pasts), _as(manifest.contract.outputs, outputs)
+    origin.check_unchanged()
 
 
 def _as(specs: Sequence[TensorSpec], tensors: dict[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:

@@ -28,6 +28,7 @@ def to_dict(result: CompareResult) -> dict:
             "reference": result.reference,
             "metric": "max |a - b| relative to the rms of the reference",
             "left_out": result.left_out,
+            "files": result.files,
             "results": [
                 {
                     "backend": r.backend,

@@ -121,6 +121,7 @@ class CompareResult:
         reference: the reference's stepper in words.
         results: one result for each candidate.
         left_out: the reason for each backend that was not run, by its name.
+        files: file name → SHA-256 of each graph and data file of the bundle, as they were read.
     """
 
     unit: str
@@ -128,6 +129,7 @@ class CompareResult:
     reference: str
     results: tuple[BackendResult, ...]
     left_out: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

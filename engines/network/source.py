@@ -65,6 +65,12 @@ def load_source(path: Path) -> onnx.ModelProto:
     return model
 
 
+def data_files(model: onnx.ModelProto) -> set[str]:
+    """Returns the names of the files with external data of a model, of all tensors in it."""
+    entries = (entry for tensor in _tensors(model) for entry in tensor.external_data)
+    return {entry.value for entry in entries if entry.key == "location"}
+
+
 def _check_functions(path: Path, model: onnx.ModelProto) -> None:
     """Checks that no function calls itself. ONNX does not allow it, and TensorRT's parser would expand it forever.
 

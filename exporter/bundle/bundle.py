@@ -172,8 +172,8 @@ class Bundle:
                     )
                 elif graph_beside(name) == name and size > LARGEST_BYTES:
                     problems[name] = f"has {size:,} bytes, expected at most {LARGEST_BYTES:,}; export again"
-                elif name in checksums and sha256_of(path) != entry["sha256"]:
-                    problems[name] = "has another SHA-256 than the manifest says; it was changed; export again"
+                elif name in checksums and (got := sha256_of(path)) != entry["sha256"]:
+                    problems[name] = checksum_problem(got, entry["sha256"])
             except FileNotFoundError:  # an export may also replace the folder at this moment
                 problems[name] = "is missing; restore it or export the bundle again"
         return problems
@@ -199,7 +199,11 @@ class Bundle:
 
     @property
     def lineage(self) -> dict[str, str]:
-        """SHA-256 of the graph and of its weights, which an engine records as its origin."""
+        """SHA-256 of the graph and of its weights, as the manifest has them.
+
+        An engine's record is compared with them. What a record says about its own origin comes from
+        `exporter.bundle.origin.Origin`, which reads the files.
+        """
         return {name: self.manifest.files[name]["sha256"] for name in (GRAPH_FILE, DATA_FILE)}
 
     def read_report(self) -> dict:
@@ -242,6 +246,12 @@ def _written(path: Path) -> tuple[int, int, int]:
     except OSError as error:
         raise BundleError(f"{path}: cannot be read ({error.strerror})") from None
     return status.st_dev, status.st_ino, status.st_ctime_ns
+
+
+def checksum_problem(got: str, expected: str) -> str:
+    """Returns the problem of a file whose SHA-256 is not the manifest's, with the fix."""
+    checksums = f"{got:.12}…, expected {expected:.12}…"
+    return f"has another SHA-256 than the manifest says ({checksums}); it was changed; restore it or export again"
 
 
 def sha256_of(path: Path) -> str:

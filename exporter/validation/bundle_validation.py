@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import Manifest
+from exporter.bundle.origin import Origin
 from exporter.common.errors import InputError
 from exporter.common.memory import available_host_bytes
 from exporter.model.weights import WeightSource
@@ -50,18 +51,20 @@ def validate_bundle(
 
     Raises:
         InputError: `by_layer` is True for a unit that has no layers.
-        BundleError: an export replaced the bundle in the meantime.
+        BundleError: a graph or its weights are not those in the manifest, or changed in the meantime.
 
     Returns:
-        The section for report.json, and the comparisons it was made from.
+        The section for report.json, with the checksum of every graph and data file that was read; and the comparisons
+        it was made from.
     """
+    origin = Origin.of_bundle(bundle)
     rounded = reference_weights(bundle, weights)
     if _validates_by_layer(bundle.manifest, by_layer, say):
-        validated = _validate_layers(bundle, rounded, seed, say)
+        section, comparisons = _validate_layers(bundle, rounded, seed, say)
     else:
-        validated = _validate_whole(bundle, rounded, seed)
-    bundle.check_unchanged()
-    return validated
+        section, comparisons = _validate_whole(bundle, rounded, seed)
+    origin.check_unchanged()
+    return section | {"files": origin.checksums}, comparisons
 
 
 def _validate_whole(bundle: Bundle, weights: WeightSource, seed: int) -> tuple[dict, list[Comparison]]:

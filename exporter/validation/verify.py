@@ -259,9 +259,14 @@ def _differences(got: object, expected: object, place: str = "") -> Iterator[str
 
 def _report_problems(bundle: Bundle) -> Iterator[Problem]:
     try:
-        bundle.read_report()
+        report = bundle.read_report()
     except BundleError as error:
         yield Problem(DAMAGE, REPORT_FILE, str(error).removeprefix(f"{bundle.folder / REPORT_FILE}: "))
+        return
+    validated = report.get("validation", {}).get("files")  # older reports do not name them
+    expected = {name: bundle.manifest.files[name]["sha256"] for name in graph_files(len(bundle.manifest.parts))}
+    if validated not in (None, expected):
+        yield Problem(DAMAGE, REPORT_FILE, "its validation read other files than the manifest lists; validate again")
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle.bundle import Bundle, sha256_of
-from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
+from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, graph_files
 from exporter.graph.weight_reader import weight_places
 
 Fault = Callable[[onnx.ModelProto, int], None]  # edits a model at one layer
@@ -22,15 +23,19 @@ def doctored(bundle: Bundle, folder: Path, fault: Callable[[onnx.ModelProto], No
 
     The copy is read, not opened: opening refuses operators that no export has, and later stages must find them.
     """
-    import json
-
     shutil.copytree(bundle.folder, folder)
     model = onnx.load(folder / GRAPH_FILE, load_external_data=False)
     if fault is not None:
         fault(model)
     onnx.save(model, folder / GRAPH_FILE)
+    return relisted(Bundle.read(folder))
+
+
+def relisted(bundle: Bundle) -> Bundle:
+    """Writes the sizes and checksums of a bundle's edited graphs and weights into its manifest, and reads it again."""
+    folder = (bundle.whole or bundle).folder
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
-    for name in (GRAPH_FILE, DATA_FILE):
+    for name in graph_files(len(manifest["parts"])):
         manifest["files"][name] = {"size_bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
     return Bundle.read(folder)  # opening would refuse some faults before the check under test
@@ -198,8 +203,11 @@ def causal_with_key_lengths(model: onnx.ModelProto) -> None:
             node.attribute.append(helper.make_attribute("is_causal", 1))
 
 
-def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
-    """Multiplies one weight of a copied bundle in its data file; the name has the layer numbers of the graph."""
+def scale_weight(bundle: Bundle, name: str, factor: float) -> Bundle:
+    """Multiplies one weight of a copied bundle in its data file; the name has the layer numbers of the graph.
+
+    Returns the whole bundle with a manifest that matches, as if the weight had been written so.
+    """
     model = onnx.load(bundle.graph_path, load_external_data=False)
     held = ((tensor, dict(weight_places(tensor.name, bundle.manifest.config))) for tensor in model.graph.initializer)
     tensor, outputs = next((tensor, places[name].outputs) for tensor, places in held if name in places)
@@ -213,3 +221,4 @@ def scale_weight(bundle: Bundle, name: str, factor: float) -> None:
     )
     weights[:] = (weights.astype(np.float32) * factor).astype(weights.dtype)
     data.flush()
+    return relisted(bundle)

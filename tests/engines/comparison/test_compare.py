@@ -140,7 +140,7 @@ def test_a_step_that_is_missing_misshapen_or_not_finite_is_infinitely_far():
 
 def test_a_weight_written_wrongly_fails_against_the_seed_it_came_from(tiny_bundle, tmp_path):
     broken = doctored(tiny_bundle("stack", "fp16", "2"), tmp_path / "broken")
-    scale_weight(broken, "blocks.1.mlp.up_proj.weight", 1.1)
+    broken = scale_weight(broken, "blocks.1.mlp.up_proj.weight", 1.1)
     result = compare_bundle(broken, CompareRequest())
     assert [r.passed for r in result.results] == [False, False]
     assert {r.audit.first_failure.name for r in result.results} == {"blocks.1.mlp.up_proj"}

@@ -87,7 +87,7 @@ def test_validation_by_layer_passes_what_is_right_and_covers_every_piece(tiny_bu
 )
 def test_validation_by_layer_names_the_piece_whose_weight_is_wrong(tiny_bundle, tmp_path, name, piece):
     broken = doctored(tiny_bundle("model", "fp16"), tmp_path / "broken")
-    scale_weight(broken, name, 1.05)
+    broken = scale_weight(broken, name, 1.05)
     section, comparisons = validate_bundle(broken, RandomWeights(TINY, 0), by_layer=True)
     assert not section["passed"]
     assert {c.scenario.split(":")[0] for c in comparisons if not c.passed} == {piece}
