@@ -123,7 +123,7 @@ class _Assembly:
             hidden, key, value = self.add(block, [hidden, *shared, *past], f"blocks.{layer}.", weights)
             self.outputs |= {f"present.{layer}.key": key, f"present.{layer}.value": value}
         if ends:
-            self._head(epilogue, hidden)
+            self._head(epilogue, [hidden, step["real"]] if unit.logits == "last" else [hidden])
         else:
             (self.outputs["hidden_states_out"],) = self.add(epilogue, [hidden, step["real"]], "", {})
 
@@ -135,14 +135,13 @@ class _Assembly:
         weights = tuple(f"{block}.{weight.name}" for weight in held)
         return StoredWeight(f"blocks.{layer}.{name}", weights, transposed=len(held[0].axes) == 2)
 
-    def _head(self, head: Fragment, hidden: ir.Value) -> None:
+    def _head(self, head: Fragment, arguments: list[ir.Value]) -> None:
         matrix = "embedding.weight" if self.spec.config.tie_word_embeddings else "lm_head.weight"
         weight = StoredWeight(matrix, (matrix,))
         if self.spec.weight_format is not None:  # its integers are its own, also where it is tied to the embedding
             weight = StoredWeight("lm_head.weight", (matrix,), transposed=True)
         weights = {"weight": weight, "norm.weight": StoredWeight("norm.weight", ("norm.weight",))}
-        names = ("write_indices", "attention_mask") if self.spec.unit.logits == "last" else ()
-        (self.outputs["logits"],) = self.add(head, [hidden, *(self.values[name] for name in names)], "", weights)
+        (self.outputs["logits"],) = self.add(head, arguments, "", weights)
 
     def add(
         self, fragment: Fragment, arguments: list[ir.Value], prefix: str, weights: dict[str, StoredWeight]

@@ -302,18 +302,17 @@ class Head(nn.Module):
         shape = (config.vocab_size, config.hidden_size)
         self.weight = parameter(*(shape[::-1] if transposed else shape))
 
-    def forward(self, x: Tensor, write_indices: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """Returns float32 logits: [B, V] with logits "last", else [B, T, V].
 
         Args:
             x: hidden states [B, T, E].
-            write_indices: int64 [B]; with logits "last" only.
-            attention_mask: int64 [B, L]; with logits "last" only.
+            real: bool [B, T]; with logits "last" only.
         """
         batch, length, hidden = x.shape
         if self.logits == "last":
-            assert attention_mask is not None and write_indices is not None, "they are inputs of such a head"
-            last = last_token(attention_mask, write_indices)[:, None]
+            assert real is not None, "it is an input of such a head"
+            last = last_token(real)[:, None]
             x = symbolic("GatherND", (x, last), {"batch_dims": 1}, dtype=x.dtype, shape=(batch, hidden))
             x = named("last_token", x)
         x = named("norm", self.norm(x))

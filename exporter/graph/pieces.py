@@ -44,7 +44,7 @@ def zero_pads_piece(spec: GraphSpec) -> Piece:
 
 
 def head_piece(spec: GraphSpec) -> Piece:
-    names = ["x", "write_indices", "attention_mask"] if spec.unit.logits == "last" else ["x"]
+    names = ["x", "real"] if spec.unit.logits == "last" else ["x"]
     arguments = (spec.config, spec.unit.logits, spec.weight_format is not None)
     return Piece(traced.Head, arguments, spec.dtype, _inputs(spec, names), ("logits",))
 

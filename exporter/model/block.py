@@ -244,10 +244,13 @@ def visibility(attention_mask: Tensor, rows: Tensor, real: Tensor) -> Tensor:
     return (causal & ((attention_mask[:, None, :] == 1) | ~real[:, :, None]))[:, None]
 
 
-def last_token(attention_mask: Tensor, write_indices: Tensor) -> Tensor:
-    """Index within the step of each row's last real token: int64 [B]."""
-    rows = torch.arange(attention_mask.shape[1])
-    return (rows * attention_mask).amax(-1) - write_indices
+def last_token(real: Tensor) -> Tensor:
+    """Index within the step of each row's last real token: int64 [B]. A row without a real token has index 0.
+
+    Args:
+        real: bool [B, T].
+    """
+    return (torch.arange(real.shape[1]) * real.long()).amax(-1)
 
 
 class Decoder(nn.Module):
@@ -288,7 +291,8 @@ class Decoder(nn.Module):
 
         Returns:
             Hidden states [B, T, E] with padded tokens zeroed; for a model float32 logits, [B, V] of each row's last
-            real token or, with logits "all", [B, T, V].
+            real token or, with logits "all", [B, T, V]. A row without a real token has the logits of its first token,
+            which are finite and mean nothing.
         """
         rows = cache_rows(write_indices, position_ids.shape[1])
         real = see("attention_mask.real", real_tokens(attention_mask, rows))
@@ -305,7 +309,7 @@ class Decoder(nn.Module):
         if self.unit.kind != "model":
             return see("hidden_states_out", h.masked_fill(~real[:, :, None], 0.0))
         if self.unit.logits == "last":
-            h = see("last_token", h[torch.arange(len(h)), last_token(attention_mask, write_indices)])
+            h = see("last_token", h[torch.arange(len(h)), last_token(real)])
         normed = see("norm", self.norm(h))
         logits = see("lm_head", self.lm_head(normed))
         return see("logits", at_least_float32(logits))

@@ -194,8 +194,7 @@ class OnePiece(nn.Module):
         for i, block in enumerate(self.blocks):
             h, key, value = block(h, cos, sin, visible, total, write_indices, *past[2 * i : 2 * i + 2])
             presents += [key, value]
-        out = self.epilogue(h, write_indices, attention_mask) if self.unit.kind == "model" else self.epilogue(h, real)
-        return out, *presents
+        return self.epilogue(h, real), *presents
 
 
 class Flat(OnePiece):

@@ -301,7 +301,7 @@ def masks(attention_mask: list[list[int]], write_indices: list[int], sequence_le
     real = real_tokens(mask, rows)
     visible = visibility(mask, rows, real)
     assert visible.shape == (len(mask), 1, sequence_length, mask.shape[1])
-    return real.int().tolist(), visible[:, 0].int().tolist(), last_token(mask, starts).tolist()
+    return real.int().tolist(), visible[:, 0].int().tolist(), last_token(real).tolist()
 
 
 def test_a_ragged_step_with_right_padding():
