@@ -202,6 +202,7 @@ def open_session(
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.enable_mem_pattern = False  # it keeps a memory plan for every distinct set of input shapes, for ever
     options.add_session_config_entry(
         "session.qdq_matmulnbits_accuracy_level", _INTEGER_PRODUCTS if integer_products else _FLOAT32_PRODUCTS
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import shutil
+import weakref
 
 import numpy as np
 import pytest
 
 from engines.running.choose_engine import find_engine
-from engines.running.cuda_graphs import GRAPH_BUCKET
+from engines.running.cuda_graphs import GRAPH_BUCKET, MAX_GRAPHS
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
@@ -20,7 +22,7 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.validation.recording import record_run as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
-from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
+from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, EngineDouble, engine_record, tensorrt_double
 
 CAPACITY = 32
 
@@ -98,6 +100,33 @@ def test_a_graph_is_captured_for_each_batch_and_bucket_and_place_in_the_cache(en
     other = stepper.new_cache(4, MAX_POSITIONS)  # another cache: what a graph froze has changed
     stepper.run(step_feeds("input_ids", tokens(2, 1), np.zeros(2, np.int64), np.ones(2, np.int64)), other, 0)
     assert stepper.graph_count == 4
+
+
+def test_contexts_graphs_and_device_memory_do_not_grow_with_the_number_of_distinct_steps(engine, monkeypatch):
+    contexts = weakref.WeakSet()
+    create = EngineDouble.create_execution_context
+
+    def counted(self):
+        context = create(self)
+        contexts.add(context)
+        return context
+
+    monkeypatch.setattr(EngineDouble, "create_execution_context", counted)
+    _, stepper, cuda = engine(capacity=MAX_POSITIONS)
+    n_rows = 14
+    cache = stepper.new_cache(n_rows, MAX_POSITIONS)
+    n_profiles, allocations = len(contexts), len(cuda._memory)
+    for batch in (1, 2, 3, 4):
+        for first_row in range(n_rows - batch + 1):  # decode steps: 50 graphs were they all kept
+            feeds = step_feeds("input_ids", tokens(batch, 1), np.full(batch, 5), np.ones(batch, np.int64))
+            stepper.run(feeds, cache, first_row)
+        for length in range(2, 17):  # prefills of every length, over pasts of every length
+            feeds = step_feeds("input_ids", tokens(batch, length), np.full(batch, length), np.full(batch, length))
+            stepper.run(feeds, cache, 0)
+    gc.collect()
+    assert stepper.graph_count == cuda.live_graphs == MAX_GRAPHS
+    assert len(contexts) == n_profiles + MAX_GRAPHS
+    assert len(cuda._memory) == allocations
 
 
 def test_the_oldest_graph_goes_when_there_are_too_many(engine, monkeypatch):
