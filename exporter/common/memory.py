@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 
 def peak_memory_bytes() -> int:
-    """Returns the largest resident size of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Returns the largest resident size of this process so far.
+
+    `getrusage` is no help here: its figure includes the memory of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def available_host_bytes() -> int:

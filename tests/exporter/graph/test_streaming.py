@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -20,12 +22,12 @@ from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import graph_contract
 from exporter.spec.unit import Unit
 from exporter.validation.bundle_validation import validate_bundle
-from tests.conftest import TINY
+from tests.conftest import ROOT, TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
 pytestmark = pytest.mark.slow
 
-# 0.8 GB of bf16 weights: an export that kept them in memory would break the ceiling. Imports alone fill half of it.
+# 0.8 GB of bf16 weights: an export that kept them in memory would break the ceiling.
 DEEP = ModelConfig(
     hidden_size=2048,
     n_layers=6,
@@ -36,13 +38,21 @@ DEEP = ModelConfig(
     vocab_size=32_000,
     context_length=2048,
 )
-CEILING_BYTES = 0.9e9
+CEILING_BYTES = 0.65e9  # above imports, which take 0.3 GB, and 0.6 GB with PyTorch's CUDA build; 0.53 was measured
+IMPORTS = """
+import onnx, onnxruntime, torch
+from exporter.common.memory import peak_memory_bytes
+print(peak_memory_bytes())
+"""
 
 
 def test_exporting_a_deep_checkpoint_takes_the_memory_of_its_largest_tensor(tmp_path):
     figures = run(DEEP, tmp_path, shard_bytes=1 << 29, validated=False)
     assert figures["checkpoint_bytes"] > 0.8e9
-    assert figures["export"]["peak_memory_bytes"] < CEILING_BYTES
+    imports = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    added = figures["export"]["peak_memory_bytes"] - int(imports.stdout)
+    print("added", added / 1e6, imports.stdout)
+    assert 0 < added < CEILING_BYTES
 
 
 def test_the_70b_models_graph_is_traced_placed_and_checked_without_a_weight(tmp_path):
