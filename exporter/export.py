@@ -30,7 +30,8 @@ from exporter.spec.catalogue import ModelConfig, short
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Bounds, Unit, part_bounds
 from exporter.spec.weight_formats import WeightFormat
-from exporter.validation.bundle_validation import failures, validate_bundle
+from exporter.validation.bundle_validation import validate_bundle, why_failed
+from exporter.validation.cost import CostLimits
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def export_bundle(
     validated: bool = True,
     progress: Callable[[int], None] = lambda n_bytes: None,
     say: Callable[[str], None] = lambda line: None,
+    limits: CostLimits = CostLimits(),  # noqa: B008 - frozen, so it can be shared
 ) -> Bundle:
     """Exports a unit into a bundle folder, which appears only when everything has passed.
 
@@ -122,14 +124,17 @@ def export_bundle(
         validated: whether onnxruntime is compared with the eager definition before the bundle is put in place.
         progress: called with the bytes of weights just written.
         say: called with a line about each stage.
+        limits: limits on what the dtype and the format of a whole model may cost.
 
     Raises:
-        InputError: a dtype, the number of positions or parts, or the output folder cannot be used.
+        InputError: a dtype, the number of positions or parts, a limit, or the output folder cannot be used.
         CheckpointError: a weight is not finite, or not finite in the bundle's dtype.
-        CheckFailed: the graph breaks its contract or disagrees with the eager definition; nothing is left behind.
+        CheckFailed: the graph breaks its contract, disagrees with the eager definition, or costs more than its dtype
+            or the limits allow; nothing is left behind.
     """
     started = time.perf_counter()
     spec, parts = request.spec, request.parts
+    limits.check(spec.unit, by_layer=False)
     sizes = [stored_weights_bytes(spec, bounds) for bounds in parts or [None]]
     with new_folder(target, sum(sizes)) as folder:
         manifest, flushed = _write_bundle(request, folder, progress, say)
@@ -141,13 +146,9 @@ def export_bundle(
             "export": {"seconds": round(time.perf_counter() - started, 3), "peak_memory_bytes": peak_memory_bytes()},
         }
         if validated:
-            say("validate: eager definition against onnxruntime")
-            report["validation"], comparisons = validate_bundle(bundle, request.weights, say=say)
+            report["validation"], _ = validate_bundle(bundle, request.weights, say=say, limits=limits)
             if not report["validation"]["passed"]:
-                raise CheckFailed(
-                    f"export {target}: the graph disagrees with the eager definition; nothing was written\n"
-                    f"{failures(comparisons)}"
-                )
+                raise CheckFailed(f"export {target}: {why_failed(report['validation'])}")
         (folder / REPORT_FILE).write_text(to_json(report), encoding="utf-8")
     log.info(
         "%s is in place, after %.2f s; peak memory %.2f GiB",

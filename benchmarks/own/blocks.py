@@ -32,7 +32,7 @@ def measure_block(model: str, folder: Path) -> dict:
         "weights_bytes": (Path(bundle) / "model.onnx.data").stat().st_size,
         "engine_bytes": record["size_bytes"],
         "engine": f"{record['backend']} {record['version']}",
-        "validation_max_error": report["validation"]["max_error"],
+        "validation_max_error": report["validation"]["meaning"]["max_error"],
         **figures,
     }
 

@@ -22,6 +22,7 @@ from benchmarks.machine.description import machine, stamp
 from engines.building.build import BuildRequest, build_bundle
 from engines.building.publishing import EngineRecord
 from engines.building.refit import refit_bundle
+from engines.comparison.control import judge_by_control
 from engines.library.backend import MODULES, choose_backend
 from engines.library.cuda import Cuda, RuntimeCuda
 from engines.library.gpu import visible_gpus
@@ -40,7 +41,6 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.comparison import compare
-from exporter.validation.control import judge_by_control
 from exporter.validation.recording import record_run
 from exporter.validation.reference_weights import reference_weights
 from exporter.validation.tolerances import tolerance

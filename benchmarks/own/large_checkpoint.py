@@ -144,7 +144,9 @@ def run(config: ModelConfig, folder: Path, shard_bytes: int = SHARD_BYTES, valid
     }
     if validated:
         figures["validation by layer"] = measure("exporter", "validate", str(bundle), "--by-layer")
-        figures["validation_max_error"] = json.loads((bundle / "report.json").read_text())["validation"]["max_error"]
+        figures["validation_max_error"] = json.loads((bundle / "report.json").read_text())["validation"]["meaning"][
+            "max_error"
+        ]
     shutil.rmtree(bundle)
     return figures
 

@@ -16,12 +16,12 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.machine.description import machine, stamp
-from engines.comparison.agreement import Agreement, forced_logits, measure_agreement, prompts
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle.tokenizer import encode, open_tokenizer
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.common import terminal
 from exporter.export import ExportRequest, export_bundle
+from exporter.measuring.agreement import Agreement, forced_logits, measure_agreement, prompts
 from exporter.spec.unit import Unit
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.peers.environments import ROOT, prepare
 from benchmarks.race.lineup import FLOORS, Entry
 from benchmarks.race.models import last_line
-from engines.comparison.agreement import measure_agreement
+from exporter.measuring.agreement import measure_agreement
 
 SLOW_TURN_MS = 2_000  # a lane whose turn takes longer gets one timed step a turn
 SLOW_LANE_MS = 20_000  # a lane that took longer in total is done as soon as it has ENOUGH_SAMPLES

@@ -20,11 +20,11 @@ from benchmarks.race.harness import WARM_STEPS, ContenderFailed, Lane, Process, 
 from benchmarks.race.lineup import OURS, REFERENCE, Entry
 from benchmarks.race.models import Models, random_checkpoint
 from benchmarks.race.workloads import COMPUTED_PAST, Decode, Workload
-from engines.comparison.agreement import prompts as real_prompts
 from engines.library.gpu import visible_gpus
 from exporter.bundle.bundle import Bundle
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
+from exporter.measuring.agreement import prompts as real_prompts
 from exporter.spec.catalogue import ModelConfig
 
 CAN_FILL_REASON = f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens must be computed"

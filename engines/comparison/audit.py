@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engines.comparison.observers import SCORES, Observer
-from engines.comparison.reference import LARGEST_HALF, Reference, StepReference, filled_cache, is_float32
+from engines.comparison.observers import Observer
+from engines.comparison.reference import Reference, StepReference, filled_cache
 from engines.comparison.shares import CACHE, error_shares
+from exporter.measuring.named_values import SCORES, is_float32, token_error
+from exporter.spec.dtypes import LARGEST_HALF
 from exporter.validation.tolerances import Budget, operation_budget
 
 SMALLEST_HALF = 2.0**-24  # a value up to half of it becomes zero
@@ -183,8 +185,8 @@ def _measure(
     index: int, name: str, step: StepReference, carried: np.ndarray, local: np.ndarray, dtype: str, observer: Observer
 ) -> OperationError:
     reference = step.carried[name]
-    carried_error, _ = _error(name, reference, carried)
-    local_error, worst = _error(name, step.local[name], local)
+    carried_error, _ = token_error(name, reference, carried)
+    local_error, worst = token_error(name, step.local[name], local)
     definition = step.definition[name]
     budget = operation_budget(name, dtype, observer.backend, observer.integer_weights)
     judged_by_bits = budget.differing < 1 and observer.rounds_each_operation and local.shape == definition.shape
@@ -207,33 +209,3 @@ def _measure(
         flushed=flushed / nonzero if is_half and nonzero else 0.0,
         overflow=is_half and largest > LARGEST_HALF,
     )
-
-
-def _error(name: str, reference: np.ndarray, value: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """Returns the largest error of a value by token, and its index.
-
-    The error is infinite where shapes differ or a value is not finite.
-    """
-    if value.shape != reference.shape:
-        return math.inf, ()
-    a, b = reference.astype(np.float64), value.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        difference = np.abs(a - b)
-    if reference.dtype != np.bool_:
-        others = _axes_within_token(name, a.ndim)
-        rms = np.sqrt(np.mean(a**2, axis=others, keepdims=True))
-        scale = np.maximum(rms, np.abs(a))
-        difference = np.divide(difference, scale, out=np.where(difference > 0, math.inf, 0.0), where=scale > 0)
-    difference = np.where(np.isfinite(b), difference, math.inf)
-    worst = np.unravel_index(int(difference.argmax()), difference.shape)
-    return float(difference[worst]), tuple(int(i) for i in worst)
-
-
-def _axes_within_token(name: str, rank: int) -> tuple[int, ...]:
-    """Returns the axes of one token's value: the last of [B, T, F] and [B, F], and axes H and D of [B, H, T, D].
-
-    Heads that are not moved yet are [B, T, H, D].
-    """
-    if rank == 4:
-        return (2, 3) if ".reshape_" in name else (1, 3)
-    return (rank - 1,)

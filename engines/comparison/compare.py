@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from engines.comparison.audit import audit
+from engines.comparison.control import Control, control_dtype, judge
 from engines.comparison.observers import GraphObserver, Observer, StepperObserver
 from engines.comparison.reference import Reference, make_reference
 from engines.comparison.results import BackendResult, CompareResult, TensorResult
@@ -33,7 +34,6 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
-from exporter.validation.control import Control, control_dtype, judge
 from exporter.validation.cpu_graph import cpu_contract, cpu_graph_path, open_on_cpu, runs_as_twin, with_twin_named
 from exporter.validation.recording import Recording, record_run
 from exporter.validation.reference_weights import reference_weights
@@ -55,7 +55,8 @@ class CompareRequest:
         backends: names out of BACKENDS, the reference first. None takes every one that can run here, eager first.
         provider: onnxruntime's execution provider. None takes the CPU's.
         parser: the TensorRT whose parser the interpreter uses: "auto", "tensorrt" or "tensorrt-rtx".
-        audit: True audits every backend that can be audited, None only those that fail, False none.
+        audit: True audits every backend that can be audited, None only those that fail and those that a control
+            allowed more than the tolerance, False none.
         seed: seed for the random inputs.
         cache_capacity: cache rows per sequence. None takes 32, or the engine's where TensorRT runs.
     """
@@ -165,7 +166,10 @@ class Comparer:
 
     def _audited(self, results: list[BackendResult]) -> list[BackendResult]:
         """Returns the results, with an audit of each backend that the request names."""
-        wanted = [r.backend for r in results if self.request.audit or (self.request.audit is None and not r.passed)]
+        doubtful = {r.backend for r in results if not r.passed or r.control is not None}
+        wanted = [
+            r.backend for r in results if self.request.audit or (self.request.audit is None and r.backend in doubtful)
+        ]
         wanted = [name for name in wanted if name in AUDITED]
         if not wanted:
             return results

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from engines.comparison.audit import BackendAudit, OperationError
+from engines.comparison.control import explain_control
 from engines.comparison.report import by_operation, layer_of, short_name
 from engines.comparison.results import BackendResult, CompareResult
-from exporter.validation.control import explain_control
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2330; --soft: #5b6575; --page: #ffffff; --panel: #f4f6f9; --line: #d5dae3;

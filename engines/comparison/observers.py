@@ -19,16 +19,12 @@ from onnx import helper
 from torch import Tensor
 
 from engines.interpreter.stepper import InterpreterStepper
+from exporter.measuring.named_values import GIVEN, Values, cut_values, show_values
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import Contract
 from exporter.steppers.eager_stepper import EagerStepper, to_numpy, to_torch
 from exporter.steppers.onnxruntime_stepper import open_session, refusals
 from exporter.steppers.protocol import HostCache
-
-Values = dict[str, np.ndarray]  # by name
-
-SCORES = "attention.scores"  # is inside of the attention operation: it can be observed, but not given
-_GIVEN = "/given"
 
 
 class Observer(ABC):
@@ -106,7 +102,7 @@ class GraphObserver(Observer):
         self._path = graph_path
         model = onnx.load(graph_path, load_external_data=False)
         self.integer_weights = any(node.op_type == "DequantizeLinear" for node in model.graph.node)
-        self._names = _add_outputs(model, names)
+        self._names = show_values(model, names)
         self._tapped = self._session(model)
         self._cut: onnxruntime.InferenceSession | None = None
 
@@ -122,9 +118,9 @@ class GraphObserver(Observer):
             session = self._cut
             types = {entry.name: _NUMPY_TYPES[entry.type] for entry in session.get_inputs()}
             inputs = {
-                name: given[name.removesuffix(_GIVEN)].astype(dtype)
+                name: given[name.removesuffix(GIVEN)].astype(dtype)
                 for name, dtype in types.items()
-                if name.endswith(_GIVEN)
+                if name.endswith(GIVEN)
             }
         for spec in self.contract.step_inputs:
             inputs[spec.name] = feeds[spec.name].astype(numpy_dtype(spec.dtype), copy=False)
@@ -138,14 +134,9 @@ class GraphObserver(Observer):
 
     def _cut_model(self) -> onnx.ModelProto:
         model = onnx.load(self._path, load_external_data=False)
-        names = _add_outputs(model, self._names)
+        names = show_values(model, self._names)
         types = {output.name: _ONNX_TYPES[output.type] for output in self._tapped.get_outputs()}
-        cut = [name for name in names if not name.endswith(SCORES)]
-        for node in model.graph.node:
-            for index, name in enumerate(node.input):
-                if name in cut:
-                    node.input[index] = name + _GIVEN
-        model.graph.input.extend(helper.make_tensor_value_info(name + _GIVEN, types[name], None) for name in cut)
+        cut_values(model, {name: types[name] for name in names})
         return model
 
     def close(self) -> None:
@@ -157,21 +148,3 @@ _ONNX_TYPES = {
     for name, number in (("float16", 10), ("float", 1), ("double", 11), ("bool", 9), ("int64", 7), ("int32", 6))
 }
 _NUMPY_TYPES = {text: helper.tensor_dtype_to_np_dtype(number) for text, number in _ONNX_TYPES.items()}
-
-
-def _add_outputs(model: onnx.ModelProto, names: Iterable[str]) -> list[str]:
-    """Makes every value of those names an output, attention scores too; returns the names that the graph has."""
-    _show_scores(model.graph)
-    computed = {name for node in model.graph.node for name in node.output}
-    outputs = {output.name for output in model.graph.output}
-    found = [name for name in names if name in computed]
-    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in found if name not in outputs)
-    return found
-
-
-def _show_scores(graph: onnx.GraphProto) -> None:
-    """Names the fourth output of every Attention, the scaled products of queries and keys, after its result."""
-    for node in graph.node:
-        if node.op_type == "Attention" and len(node.output) == 1:
-            prefix = node.output[0].split("/")[0].removesuffix("attention.heads")
-            node.output.extend(["", "", prefix + SCORES])

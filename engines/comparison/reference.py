@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from engines.comparison.observers import SCORES, Observer, StepperObserver, Values
+from engines.comparison.observers import Observer, StepperObserver
+from exporter.measuring.named_values import SCORES, Values, is_float32
 from exporter.model.weights import WeightSource
 from exporter.spec.catalogue import ModelConfig
-from exporter.spec.dtypes import numpy_dtype
+from exporter.spec.dtypes import LARGEST_HALF, numpy_dtype
 from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import Contract
 from exporter.spec.unit import Unit
@@ -23,7 +24,6 @@ from exporter.steppers.eager_stepper import EagerStepper, to_numpy, to_torch
 from exporter.steppers.protocol import HostCache
 from exporter.validation.scenarios import Scenario
 
-LARGEST_HALF = 65504.0
 # Scales of a step's tokens in turn. The norm's eps counts at 1e-3; squares leave the range of half at 300.
 TOKEN_SCALES = (1.0, 1e-3, 300.0)
 
@@ -154,11 +154,6 @@ def _observe_rounded(
 
     stepper.run(feeds, cache, see=see)
     return exact, given
-
-
-def is_float32(name: str) -> bool:
-    """Whether a value is float32 in a bundle of any dtype. Scores are, inside of a fused attention."""
-    return name.startswith("rope.") or name == "logits" or name.endswith(SCORES)
 
 
 def filled_cache(observer: Observer, past: list[np.ndarray]) -> HostCache:

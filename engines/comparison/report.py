@@ -11,9 +11,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engines.comparison.audit import BackendAudit, OperationError
+from engines.comparison.control import explain_control
 from engines.comparison.results import BackendResult, CompareResult, TensorResult
 from exporter.common import terminal
-from exporter.validation.control import explain_control
 
 CONTRIBUTORS = 8
 

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engines.comparison.observers import SCORES, StepperObserver, Values
+from engines.comparison.observers import StepperObserver
 from engines.comparison.reference import Reference, filled_cache
+from exporter.measuring.named_values import SCORES, Values
 from exporter.steppers.eager_stepper import feed_tensor, to_torch
 
 CACHE = "cache"  # the name under which the errors of rows cached in earlier steps are added up

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exporter.commands.validate import say_control
+from exporter.commands.validation_answers import add_limits, say_answers
 from exporter.common import terminal
 from exporter.common.errors import InputError
 from exporter.costs.stored_size import parts_within
@@ -30,6 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     _add_number_arguments(parser)
     _add_form_arguments(parser)
     parser.add_argument("--no-validate", action="store_true", help="skip the comparison with the eager definition")
+    add_limits(parser)
     output_help = "folder to make; an older bundle there is replaced"
     parser.add_argument("-o", "--output", required=True, metavar="BUNDLE", help=output_help)
     parser.set_defaults(run=run)
@@ -116,23 +117,22 @@ def _add_form_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Exports the bundle and prints its size, time and largest error."""
+    """Exports the bundle and prints both answers of its validation, its size and its time."""
     lookup_dtype(arguments.dtype)
     request = _read_request(arguments)
     from exporter.export import export_bundle
+    from exporter.validation.cost import CostLimits
 
+    limits = CostLimits(arguments.max_kl, arguments.min_agreement)
+    if arguments.no_validate and limits != CostLimits():
+        raise InputError("--max-kl and --min-agreement: they need the validation; leave out --no-validate")
     shapes = weight_shapes(request.config, request.unit)
     total = sum(math.prod(shape) for shape in shapes.values()) * lookup_dtype(request.dtype).n_bytes
     with terminal.byte_progress("weights", total) as progress:
-        bundle = export_bundle(request, arguments.output, not arguments.no_validate, progress, terminal.say)
+        bundle = export_bundle(request, arguments.output, not arguments.no_validate, progress, terminal.say, limits)
     report = bundle.read_report()
     if "validation" in report:
-        section = report["validation"]
-        terminal.say(
-            f"validated: largest error {section['max_error']:.2e} of rms, allowed {section['max_allowed']:.0e}, "
-            f"through {section['through']}"
-        )
-        say_control(section)
+        say_answers(report["validation"])
     else:
         terminal.say("not validated, as asked")
     size = terminal.mib(sum(entry["size_bytes"] for entry in bundle.manifest.files.values()))

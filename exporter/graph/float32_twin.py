@@ -1,7 +1,7 @@
-"""The float32 twin of a bf16 graph: the same nodes with every bf16 value widened to float32.
+"""The float32 twin of a graph: the same nodes over the same stored weights, with every half value widened to float32.
 
-onnxruntime's CPU provider has no bf16 kernels, so a bf16 graph is validated there as its twin: weights are rounded to
-bf16, as in the bundle, and the arithmetic is float32.
+Validation runs it to answer whether a graph means what the definition means: in float32, a right graph agrees to
+rounding, and a wrong one misses by orders of magnitude. Weights keep the values that the graph's own dtype gave them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import BinaryIO
 
 import numpy as np
 import onnx
-from onnx import TensorProto, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.graph.weight_reader import map_data
 from exporter.graph.weight_writer import ALIGNMENT_BYTES
 from exporter.spec.dtypes import DTYPES
 
-_BFLOAT16 = DTYPES["bf16"].numpy
+_HALVES = {dtype.onnx: dtype.numpy for dtype in DTYPES.values() if dtype.n_bytes == 2}  # ONNX type → numpy's
+_RUN_BYTES = 32 * 2**20  # a weight is widened in runs of this size, so that memory does not follow the largest weight
 
 
 def float32_twin(bundle_folder: Path, scratch: Path) -> Path:
@@ -33,40 +34,58 @@ def float32_twin(bundle_folder: Path, scratch: Path) -> Path:
 def widen_model(model: onnx.ModelProto, data_folder: Path, folder: Path) -> Path:
     """Writes the twin of a model, or of a part of it, whose data is in `data_folder`; the model is changed."""
     data = map_data(data_folder)
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     with open(folder / DATA_FILE, "wb") as file:
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 _widen_external(tensor, data, file)
-            elif tensor.data_type == TensorProto.BFLOAT16:
-                tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
+            elif tensor.data_type in _HALVES:
+                tensor.CopyFrom(_widened(tensor))
+    _round_dequantized(model.graph, types)
     for node in model.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.BFLOAT16:
-                attribute.i = TensorProto.FLOAT
-    _round_dequantized(model.graph)
+        _widen_attributes(node)
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
+        if value.type.tensor_type.elem_type in _HALVES:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
     onnx.save(model, folder / GRAPH_FILE)
     return folder / GRAPH_FILE
 
 
-def _round_dequantized(graph: onnx.GraphProto) -> None:
-    """Rounds weights that are made of integers to bf16, as in the graph, before they are widened."""
+def _widened(tensor: TensorProto) -> TensorProto:
+    return numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name)
+
+
+def _widen_attributes(node: NodeProto) -> None:
+    """Casts to half become casts to float32, and constants in half become float32."""
+    if node.name.endswith(_ROUNDED):
+        return
+    for attribute in node.attribute:
+        if attribute.name in ("to", "dtype") and attribute.i in _HALVES:
+            attribute.i = TensorProto.FLOAT
+        if attribute.HasField("t") and attribute.t.data_type in _HALVES:
+            attribute.t.CopyFrom(_widened(attribute.t))
+
+
+_ROUNDED = "/twin.rounded"
+
+
+def _round_dequantized(graph: onnx.GraphProto, types: dict[str, int]) -> None:
+    """Rounds weights that are made of integers to the graph's dtype, as in the graph, before they are widened.
+
+    Args:
+        graph: the graph; it is changed.
+        types: ONNX type of each initializer before it was widened. A weight has the type of its scales.
+    """
     nodes = []
     for node in graph.node:
         nodes.append(node)
-        if node.op_type == "DequantizeLinear":
+        kind = types.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
+        if kind in _HALVES:
             name = node.output[0]
-            node.output[0] = f"{name}.exact"
-            nodes.append(
-                onnx.helper.make_node(
-                    "Cast", [f"{name}.exact"], [f"{name}.rounded"], name=f"{name}.rounded", to=TensorProto.BFLOAT16
-                )
-            )
-            nodes.append(
-                onnx.helper.make_node("Cast", [f"{name}.rounded"], [name], name=f"{name}.widened", to=TensorProto.FLOAT)
-            )
+            exact, rounded = f"{name}/twin.exact", name + _ROUNDED
+            node.output[0] = exact
+            nodes.append(helper.make_node("Cast", [exact], [rounded], name=rounded, to=kind))
+            nodes.append(helper.make_node("Cast", [rounded], [name], name=f"{name}/twin.widened", to=TensorProto.FLOAT))
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -74,13 +93,14 @@ def _round_dequantized(graph: onnx.GraphProto) -> None:
 def _widen_external(tensor: TensorProto, data: np.ndarray, file: BinaryIO) -> None:
     where = {entry.key: entry.value for entry in tensor.external_data}
     start, length = int(where["offset"]), int(where["length"])
-    raw = np.asarray(data[start : start + length])
-    if tensor.data_type == TensorProto.BFLOAT16:
-        raw = raw.view(_BFLOAT16).astype(np.float32)
-        tensor.data_type = TensorProto.FLOAT
+    half = _HALVES.get(tensor.data_type)
     file.write(bytes(-file.tell() % ALIGNMENT_BYTES))
-    new = {"location": DATA_FILE, "offset": file.tell(), "length": raw.nbytes}
-    file.write(raw.tobytes())
+    offset = file.tell()
+    for first in range(start, start + length, _RUN_BYTES):
+        run = np.asarray(data[first : min(first + _RUN_BYTES, start + length)])
+        file.write(run.view(half).astype(np.float32).data if half is not None else run.data)
+    if half is not None:
+        tensor.data_type = TensorProto.FLOAT
     del tensor.external_data[:]
-    for key, value in new.items():
+    for key, value in {"location": DATA_FILE, "offset": offset, "length": file.tell() - offset}.items():
         tensor.external_data.add(key=key, value=str(value))

@@ -17,6 +17,7 @@ from exporter.model.block import (
     prepare_qkv,
     repeat_kv,
 )
+from exporter.model.observe import See, unseen
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.parameters import name_in_block, renumbered
 from exporter.spec.unit import Unit
@@ -30,9 +31,9 @@ class PrepareQKV(nn.Module):
         projections = AttentionProjections(config)
         self.q_proj, self.k_proj, self.v_proj = projections.q_proj, projections.k_proj, projections.v_proj
 
-    def forward(self, x: Tensor, R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, R: Tensor, see: See = unseen) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, E] and R float32 [T, D/2, 2] → Q_r [B, H, T, D], K_r [B, K, T, D] and V [B, K, T, D]."""
-        return prepare_qkv(x, R, self.q_proj, self.k_proj, self.v_proj)
+        return prepare_qkv(x, R, self.q_proj, self.k_proj, self.v_proj, see)
 
 
 class MergeProject(nn.Module):
@@ -42,9 +43,9 @@ class MergeProject(nn.Module):
         super().__init__()
         self.o_proj = AttentionProjections(config).o_proj
 
-    def forward(self, heads: Tensor) -> Tensor:
+    def forward(self, heads: Tensor, see: See = unseen) -> Tensor:
         """H [B, H, T, D] → delta_attn [B, T, E]."""
-        return merge_project(heads, self.o_proj)
+        return merge_project(heads, self.o_proj, see)
 
 
 class WithoutWeights(nn.Module):
@@ -56,6 +57,9 @@ class WithoutWeights(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.function(*inputs)
+
+
+OBSERVED = (Decoder, PrepareQKV, MergeProject, SwiGLU)  # modules that call an observer; others are one operation
 
 
 def component(config: ModelConfig, name: str) -> nn.Module:

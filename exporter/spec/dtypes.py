@@ -30,6 +30,7 @@ DTYPES = {
     "fp32": DType("fp32", np.dtype(np.float32), 1),
     "bf16": DType("bf16", np.dtype(ml_dtypes.bfloat16), 16),
 }
+LARGEST_HALF = 65504.0  # the largest finite value of fp16
 ONNX_TYPES = {
     "int64": 7,
     "bool": 9,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from exporter.bundle.bundle import Bundle
 from exporter.graph.weight_reader import bundle_weights
+from exporter.model.components import OBSERVED
 from exporter.model.observe import See, unseen
 from exporter.model.weights import WeightSource, load_eager
 from exporter.spec.dtypes import numpy_dtype
@@ -69,11 +70,12 @@ class EagerStepper(Stepper[HostCache]):
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
     ) -> dict[str, np.ndarray]:
-        """As `Stepper.run`. `see` is called with every named value of the decoder, and returns the value to use."""
+        """As `Stepper.run`. `see` is called with every named value inside, and returns the value to use."""
         inputs = [feed_tensor(feeds, spec) for spec in self.contract.step_inputs]
         rows = slice(first_row, first_row + len(inputs[0]))
         past = [to_torch(array[rows]) for array in cache.arrays] if cache is not None else []
         with torch.inference_mode():
-            results = self.module(*inputs, *past, see=see) if cache is not None else self.module(*inputs)
+            observed = {"see": see} if isinstance(self.module, OBSERVED) else {}
+            results = self.module(*inputs, *past, **observed)
         results = results if isinstance(results, tuple) else (results,)
         return {spec.name: to_numpy(result) for spec, result in zip(self.contract.step_outputs, results, strict=True)}

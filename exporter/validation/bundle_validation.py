@@ -1,30 +1,51 @@
-"""Validates a bundle: compares its graph in onnxruntime with the eager definition, in every scenario."""
+"""Validates a bundle. Two questions are answered apart:
+
+* the meaning: does the graph mean what the definition means? Its float32 twin is compared with the eager definition in
+  float32 over the same stored weights. Nothing excuses a failure here;
+* the cost: what do the dtype and the format cost? The graph is run in its own dtype, and the errors are reported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
 
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.manifest import Manifest
 from exporter.bundle.origin import Origin
 from exporter.common.errors import InputError
 from exporter.common.memory import available_host_bytes
+from exporter.measuring.agreement import forced_logits, greedy_logits, measure_agreement
 from exporter.model.weights import WeightSource
 from exporter.placing.temporaries import scratch_folder
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import UNIT_KINDS, Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.by_layer import LayerValidation
-from exporter.validation.comparison import Comparison, summarize
-from exporter.validation.control import Control, control_dtype, is_widened, judge
-from exporter.validation.cpu_graph import blocks_run, cpu_dtype, graph_run, open_on_cpu
+from exporter.validation.by_operation import judge_bundle, record_values
+from exporter.validation.comparison import Comparison, Meaning, compare
+from exporter.validation.cost import (
+    N_TOKENS,
+    Cost,
+    CostLimits,
+    LargestValues,
+    SizedStepper,
+    agreement_prompts,
+)
+from exporter.validation.cpu_graph import open_own, open_twin, runs_as_twin, twin_run
 from exporter.validation.recording import Recording, record_run
 from exporter.validation.reference_weights import reference_weights
 from exporter.validation.scenarios import RunLimits
 from exporter.validation.tolerances import VALIDATION_STAGE, tolerance
 
-VALIDATION_COPIES = 3  # float32 copies of the weights: eager's, onnxruntime's, and one for a control or a float32 twin
+VALIDATION_COPIES = 3  # float32 copies of the weights: the definition's, onnxruntime's, and the twin's in a file
 
 
 def validate_bundle(
@@ -33,12 +54,12 @@ def validate_bundle(
     seed: int = 0,
     by_layer: bool | None = None,
     say: Callable[[str], None] = lambda line: None,
+    limits: CostLimits = CostLimits(),  # noqa: B008 - frozen, so it can be shared
 ) -> tuple[dict, list[Comparison]]:
-    """Compares the bundle's graph in onnxruntime with the eager definition, in every scenario.
+    """Answers whether a bundle's graph means what the definition means, and what its dtype and format cost.
 
-    The eager definition computes in float32 over weights rounded to the bundle's dtype. A bf16 bundle is run as its
-    float32 twin, and the result says so. The steppers run one after the other, so that only one holds weights at a
-    time.
+    The eager definition computes in float32 over the weights as the bundle stores them. The steppers run one after the
+    other, so that only one holds weights at a time.
 
     Args:
         bundle: an opened bundle.
@@ -47,51 +68,231 @@ def validate_bundle(
         seed: seed for the random inputs.
         by_layer: True validates a model or stack one block at a time. None does so where the whole would not fit in
             memory; `say` and the section name it.
-        say: called with a line about each stage of a validation by layer.
+        say: called with a line about each stage.
+        limits: limits on what the dtype and the format of a whole model may cost.
 
     Raises:
-        InputError: `by_layer` is True for a unit that has no layers.
+        InputError: `by_layer` is True for a unit that has no layers, or a limit cannot be applied.
         BundleError: a graph or its weights are not those in the manifest, or changed in the meantime.
 
     Returns:
         The section for report.json, with the checksum of every graph and data file that was read; and the comparisons
-        it was made from.
+        that answer the first question. `passed` in the section is the answer to both.
     """
+    in_layers = _validates_by_layer(bundle.manifest, by_layer, say)
+    limits.check(bundle.manifest.unit, in_layers)
     origin = Origin.of_bundle(bundle)
     rounded = reference_weights(bundle, weights)
-    if _validates_by_layer(bundle.manifest, by_layer, say):
-        section, comparisons = _validate_layers(bundle, rounded, seed, say)
+    if in_layers:
+        meaning, cost = LayerValidation(bundle, rounded, seed).run(say)
     else:
-        section, comparisons = _validate_whole(bundle, rounded, seed)
+        meaning, cost = WholeValidation(bundle, rounded, weights, seed, limits, say).run()
     origin.check_unchanged()
-    return section | {"files": origin.checksums}, comparisons
+    passed = meaning.passed and not cost.failures
+    section = {"passed": passed, "meaning": meaning.to_dict(), "cost": cost.to_dict(), "files": origin.checksums}
+    return section, list(meaning.comparisons)
 
 
-def _validate_whole(bundle: Bundle, weights: WeightSource, seed: int) -> tuple[dict, list[Comparison]]:
-    manifest = bundle.manifest
-    computed_in, growing = cpu_dtype(manifest.dtype), manifest.unit.cache == "growing"
-    # the eager definition updates its cache in place, and the stepper of a growing graph has the same interface
-    spec, limits = manifest.spec.in_place().in_dtype(computed_in), RunLimits(ragged=not growing)
+def check_meaning(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> Meaning:
+    """Answers the first question alone: does the graph mean what the definition means? The arguments are those above.
 
-    def recorded(stepper: Stepper) -> tuple[Recording, str]:
-        return record_run(spec, stepper, seed, limits), stepper.description
+    It runs the whole unit, and nothing in the bundle's own dtype. It takes no checksums of what it reads.
+    """
+    validation = WholeValidation(bundle, reference_weights(bundle, weights), weights, seed)
+    with validation.twins() as scratch:
+        return validation.meaning(validation.reference(), scratch)
 
-    def run_eager(dtype: str) -> tuple[Recording, str]:
-        return recorded(EagerStepper.from_weights(spec.in_dtype(dtype), weights))
 
-    reference, reference_description = run_eager("fp32")
-    with scratch_folder() as scratch:
-        stepper = open_on_cpu(bundle, scratch, growing)
-        candidate, candidate_description = recorded(stepper)
-        stepper.close()
-    allowed = tolerance(VALIDATION_STAGE, spec.unit, manifest.dtype)
+def why_failed(section: dict) -> str:
+    """Returns what a validation found, for an export that fails: a line, and one line for each finding."""
+    wrong, dear = section["meaning"]["failures"], section["cost"]["failures"]
+    line = (
+        "the graph disagrees with the eager definition"
+        if not section["meaning"]["passed"]
+        else "the graph means what the eager definition means, but its dtype or format fails"
+    )
+    return "\n  ".join([f"{line}; nothing was written", *wrong, *dear])
 
-    def run_control() -> Control:
-        return Control(reference, *run_eager(control_dtype(computed_in)))
 
-    comparisons, control = judge(reference, candidate, allowed, run_control)
-    section = summarize(comparisons, reference_description, candidate_description, allowed, control)
-    return section | {"through": graph_run(manifest.dtype)}, comparisons
+@dataclass
+class Reference:
+    """The eager definition in float32.
+
+    Attributes:
+        recording: outputs and cache rows.
+        description: its stepper in words.
+        largest: its largest values.
+        tokens, logits: its greedy continuation of each prompt, int64 [prompts, tokens], and the logits that the tokens
+            were chosen from; None for other units than models.
+        agreement_with: what the tokens are, in words.
+    """
+
+    recording: Recording
+    description: str
+    largest: LargestValues
+    tokens: np.ndarray | None = None
+    logits: np.ndarray | None = None
+    agreement_with: str | None = None
+
+
+@dataclass
+class WholeValidation:
+    """Validates a bundle as a whole.
+
+    Attributes:
+        bundle: an opened bundle.
+        weights: weights rounded to the bundle's dtype, and widened.
+        source: the weights before rounding; None where only the bundle's own are known.
+        seed: seed for the random inputs.
+        limits: limits on the cost.
+        say: called with a line about each stage.
+    """
+
+    bundle: Bundle
+    weights: WeightSource
+    source: WeightSource | None
+    seed: int
+    limits: CostLimits = CostLimits()  # noqa: RUF009 - frozen, so it can be shared
+    say: Callable[[str], None] = lambda line: None
+
+    @property
+    def spec(self) -> GraphSpec:
+        """What is run, with the interface of a cache in place, which the stepper of a growing graph has too."""
+        return self.bundle.manifest.spec.in_place()
+
+    @property
+    def run_limits(self) -> RunLimits:
+        """The limits of the scenarios."""
+        return RunLimits(ragged=self.bundle.manifest.unit.cache != "growing")
+
+    def run(self) -> tuple[Meaning, Cost]:
+        """Answers both questions."""
+        reference = self.reference(with_tokens=self.bundle.manifest.unit.kind == "model")
+        own: Recorded | None = None
+        with self.twins() as scratch:
+            if self.bundle.manifest.dtype == "fp32":  # the graph is its own twin: one run answers both questions
+                own = self._run_own(reference, scratch)
+            meaning = self.meaning(reference, scratch, own.recording if own else None)
+        return meaning, self._cost(reference, own or self._run_own(reference, None))
+
+    @contextlib.contextmanager
+    def twins(self) -> Iterator[Path]:
+        """Yields the folder of the twins, which is removed at the end."""
+        with scratch_folder() as scratch:
+            yield scratch
+
+    # --- the definition -----------------------------------------------------------------------------------------------
+
+    def reference(self, with_tokens: bool = False) -> Reference:
+        """Runs the eager definition in float32.
+
+        Args:
+            with_tokens: whether it continues the prompts too.
+        """
+        stepper = SizedStepper.from_weights(self.spec.in_dtype("fp32"), self.weights)
+        assert isinstance(stepper, SizedStepper), "from_weights makes its own class"
+        stepper.largest = LargestValues()
+        recording = self._recorded(stepper)
+        reference = Reference(recording, stepper.description, stepper.largest)
+        if with_tokens and self.bundle.manifest.max_positions > N_TOKENS:
+            self._add_tokens(reference, stepper)
+        return reference
+
+    def _add_tokens(self, reference: Reference, stepper: EagerStepper) -> None:
+        """Continues the prompts. A format in integers is compared with the weights it was made from, where known."""
+        reference.agreement_with = "the definition in float32 over the stored weights"
+        if self.bundle.manifest.weight_format is not None and self.source is not None:
+            reference.agreement_with = "the definition in float32 over the weights before they became integers"
+            stepper = EagerStepper.from_weights(self.spec.in_dtype("fp32"), self.source)
+        reference.tokens, reference.logits = greedy_logits(stepper, self._prompts, N_TOKENS, self._capacity)
+
+    @cached_property
+    def _prompts(self) -> list[list[int]]:
+        return agreement_prompts(self.bundle, self.seed)
+
+    @property
+    def _capacity(self) -> int:
+        return max(len(prompt) for prompt in self._prompts) + N_TOKENS
+
+    def _recorded(self, stepper: Stepper) -> Recording:
+        return record_run(self.spec, stepper, self.seed, self.run_limits)
+
+    # --- the two questions --------------------------------------------------------------------------------------------
+
+    def meaning(self, reference: Reference, scratch: Path, recording: Recording | None = None) -> Meaning:
+        """Compares the float32 twin with the definition; where the outputs differ, every operation is judged.
+
+        Args:
+            reference: the definition's run.
+            scratch: folder for the twins.
+            recording: the twin's run, where it was made already.
+        """
+        manifest = self.bundle.manifest
+        if recording is None:
+            self.say(f"validate: {twin_run(manifest.dtype)} of the graph, against the definition in float32")
+            with contextlib.closing(open_twin(self.bundle, scratch)) as stepper:
+                recording = self._recorded(stepper)
+        allowed = tolerance(VALIDATION_STAGE, manifest.unit, "fp32")
+        comparisons = compare(reference.recording, recording, allowed)
+        operations = None
+        finite = all(math.isfinite(c.max_error) for c in comparisons)
+        if manifest.unit.kind != "component" and finite and not all(c.passed for c in comparisons):
+            self.say("validate: outputs differ; every operation is judged on the definition's own inputs")
+            steps = record_values(self.spec, self.weights, self.seed, self.run_limits)
+            operations = tuple(judge_bundle(self.bundle, scratch, steps))
+        candidate = "onnxruntime on CPUExecutionProvider"
+        return Meaning(comparisons, allowed, reference.description, candidate, twin_run(manifest.dtype), operations)
+
+    def _run_own(self, reference: Reference, scratch: Path | None) -> Recorded:
+        """Runs the bundle in its own dtype; the definition takes the place of a graph that onnxruntime cannot run."""
+        dtype = self.bundle.manifest.dtype
+        self.say(f"validate: what {dtype} costs")
+        if runs_as_twin(dtype):
+            stepper: Stepper = EagerStepper.from_weights(self.spec, self.weights)
+            what = f"{stepper.description}, since onnxruntime has no {dtype} kernels"
+        else:
+            stepper = open_own(self.bundle)
+            what = f"{stepper.description}, the graph itself"
+        with contextlib.closing(stepper):
+            recording = self._recorded(stepper)
+            logits = None
+            if reference.tokens is not None:
+                logits = forced_logits(stepper, self._prompts, reference.tokens, self._capacity)
+        return Recorded(recording, what, logits)
+
+    def _cost(self, reference: Reference, own: Recorded) -> Cost:
+        manifest = self.bundle.manifest
+        stage = ("eager", "interpreter") if runs_as_twin(manifest.dtype) else VALIDATION_STAGE
+        usual = tolerance(stage, manifest.unit, manifest.dtype)
+        comparisons = compare(reference.recording, own.recording, usual)
+        agreement = None
+        if reference.logits is not None and own.logits is not None:
+            agreement = measure_agreement(reference.logits, own.logits)
+        return Cost(
+            manifest.dtype,
+            own.description,
+            comparisons,
+            usual,
+            reference.largest,
+            agreement,
+            reference.agreement_with,
+            self.limits,
+        )
+
+
+@dataclass
+class Recorded:
+    """A run of the bundle in its own dtype.
+
+    Attributes:
+        recording: outputs and cache rows.
+        description: what was run, in words.
+        logits: logits for the definition's tokens, [prompts, tokens, V]; None for other units than models.
+    """
+
+    recording: Recording
+    description: str
+    logits: np.ndarray | None
 
 
 def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable[[str], None]) -> bool:
@@ -111,25 +312,3 @@ def _validates_by_layer(manifest: Manifest, by_layer: bool | None, say: Callable
     memory = f"about {needed / 2**30:.1f} GiB and {free / 2**30:.1f} are free"
     say(f"validate: layer by layer, since the whole would need {memory}")
     return True
-
-
-def _validate_layers(
-    bundle: Bundle, weights: WeightSource, seed: int, say: Callable[[str], None]
-) -> tuple[dict, list[Comparison]]:
-    manifest = bundle.manifest
-    comparisons = list(LayerValidation(bundle, weights, seed).run(say))
-    allowed = tolerance(VALIDATION_STAGE, manifest.unit, manifest.dtype)
-    control = "the eager definition of the block in another arithmetic" if is_widened(comparisons, allowed) else None
-    reference, candidate = "eager PyTorch in fp32 on the CPU", "onnxruntime on CPUExecutionProvider"
-    section = summarize(comparisons, reference, candidate, allowed, control)
-    return section | {"through": blocks_run(manifest.dtype)}, comparisons
-
-
-def failures(comparisons: list[Comparison]) -> str:
-    """Returns one line for each failed comparison; its largest error is the smallest tolerance that would pass."""
-    return "\n".join(
-        f"  {c.scenario}: {c.tensor} differs by {c.max_error:.2e} of rms at most ({c.allowed:.0e} allowed), "
-        f"{c.mean_error:.2e} on average"
-        for c in comparisons
-        if not c.passed
-    )

@@ -6,8 +6,9 @@ model is therefore validated in the memory of one block.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,14 @@ from exporter.spec.dtypes import ONNX_TYPES, numpy_dtype
 from exporter.spec.tensors import SEQUENCE, Contract, TensorSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
+from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
-from exporter.validation.comparison import Comparison, compare_tensor
-from exporter.validation.control import Control, control_dtype, judge
-from exporter.validation.cpu_graph import cpu_dtype, open_piece
+from exporter.validation.by_operation import OperationCheck, judge_graph, record_values
+from exporter.validation.comparison import Comparison, Meaning, compare, compare_tensor
+from exporter.validation.cost import Cost, LargestValues, SizedStepper
+from exporter.validation.cpu_graph import runs_as_twin, twin_piece, twin_run
 from exporter.validation.recording import Recording, record_run
+from exporter.validation.scenarios import RunLimits
 from exporter.validation.tolerances import VALIDATION_STAGE, tolerance
 
 HIDDEN = "hidden_states"
@@ -142,8 +146,26 @@ class LayerValidation:
     weights: WeightSource
     seed: int
 
-    def run(self, say: Callable[[str], None]) -> Iterator[Comparison]:
-        """Yields the comparisons of a model's embedding, of every block in every scenario, and of a model's head."""
+    def run(self, say: Callable[[str], None]) -> tuple[Meaning, Cost]:
+        """Answers both questions for a model's embedding, every block in every scenario, and a model's head."""
+        dtype = self.bundle.manifest.dtype
+        pieces: list[Meaning] = []
+        own: list[Comparison] = []
+        largest = LargestValues()
+        for meaning, comparisons, sizes in self._pieces(say):
+            pieces.append(meaning)
+            own += comparisons
+            for name, size in sizes.items():
+                largest.note(name, size)
+        candidate = "the eager definition" if runs_as_twin(dtype) else "onnxruntime"
+        usual = tolerance(_own_stage(dtype), Unit("block"), dtype)
+        cost = Cost(dtype, f"{candidate} in {dtype}, one block at a time", own, usual, largest)
+        return Meaning.of_pieces(pieces), cost
+
+    def _pieces(
+        self, say: Callable[[str], None]
+    ) -> Iterator[tuple[Meaning, Sequence[Comparison], Mapping[str, float]]]:
+        """Yields the answer for each piece, what it costs, and the largest values in it."""
         unit = self.bundle.manifest.unit
         is_model = unit.kind == "model"
         bounds = self.bundle.manifest.parts or ((0, unit.n_layers),)
@@ -151,38 +173,64 @@ class LayerValidation:
             model = onnx.load(part.graph_path, load_external_data=False)
             if is_model and first == 0:
                 say("validate: embedding")
-                yield self._embedding(model, part.folder)
+                yield self._meaning([self._embedding(model, part.folder)]), (), {}
             hidden_in = "embedding" if is_model and first == 0 else HIDDEN
             for layer in range(first, stop):
                 say(f"validate: layer {layer + 1} of {unit.n_layers}")
-                yield from self._block(model, part.folder, layer, hidden_in)
+                yield self._block(model, part.folder, layer, hidden_in)
                 hidden_in = residual(layer)
             if is_model and stop == unit.n_layers:
                 say("validate: output head")
-                yield self._head(model, part.folder)
+                yield self._meaning([self._head(model, part.folder)]), (), {}
 
-    def _block(self, model: onnx.ModelProto, folder: Path, layer: int, hidden_in: str) -> list[Comparison]:
+    def _meaning(
+        self, comparisons: Sequence[Comparison], operations: Sequence[OperationCheck] | None = None
+    ) -> Meaning:
+        allowed = tolerance(VALIDATION_STAGE, Unit("block"), "fp32")
+        reference, candidate = "eager PyTorch in fp32 on the CPU", "onnxruntime on CPUExecutionProvider"
+        through = f"{twin_run(self.bundle.manifest.dtype)}, its blocks one at a time"
+        return Meaning(comparisons, allowed, reference, candidate, through, operations)
+
+    def _block(
+        self, model: onnx.ModelProto, folder: Path, layer: int, hidden_in: str
+    ) -> tuple[Meaning, Sequence[Comparison], Mapping[str, float]]:
         manifest = self.bundle.manifest
         dtype, unit = manifest.dtype, Unit("block", first_layer=manifest.unit.first_layer + layer)
         block = dataclasses.replace(manifest.spec, unit=unit)
-        contract = block.contract
+        contract, where = block.contract, f"layer {unit.first_layer}: "
 
         def recorded(stepper: Stepper) -> Recording:
-            return record_run(block.in_dtype(cpu_dtype(dtype)), stepper, self.seed)
+            return record_run(block, stepper, self.seed)
 
-        def eager(arithmetic: str) -> EagerStepper:
-            return EagerStepper.from_weights(block.in_dtype(arithmetic), self.weights)
-
-        reference = recorded(eager("fp32"))
-        with open_piece(layer_graph(model, layer, hidden_in, contract), folder, contract, dtype) as stepper:
-            candidate = recorded(stepper)
-
-        def run_control() -> Control:
-            stepper = eager(control_dtype(cpu_dtype(dtype)))
-            return Control(reference, recorded(stepper), stepper.description)
-
-        comparisons, _ = judge(reference, candidate, tolerance(VALIDATION_STAGE, unit, dtype), run_control)
-        return [dataclasses.replace(c, scenario=f"layer {unit.first_layer}: {c.scenario}") for c in comparisons]
+        eager = SizedStepper.from_weights(block.in_dtype("fp32"), self.weights)
+        assert isinstance(eager, SizedStepper), "from_weights makes its own class"
+        eager.largest = LargestValues()
+        reference = recorded(eager)
+        piece = layer_graph(model, layer, hidden_in, contract)
+        own_graph = piece.SerializeToString()
+        with twin_piece(piece, folder, contract, dtype) as twin:
+            with twin.open() as stepper:
+                candidate = recorded(stepper)
+            comparisons = compare(reference, candidate, tolerance(VALIDATION_STAGE, unit, "fp32"))
+            operations = None
+            if not all(c.passed for c in comparisons):
+                steps = record_values(block, self.weights, self.seed, RunLimits())
+                steps = [step.renamed("blocks.0.", f"blocks.{layer}.") for step in steps]
+                operations = [
+                    dataclasses.replace(check, scenario=where + check.scenario)
+                    for check in judge_graph(twin.model, twin.data_folder, twin.contract, steps)
+                ]
+        if runs_as_twin(dtype):
+            candidate = recorded(EagerStepper.from_weights(block, self.weights))
+        elif dtype != "fp32":
+            with contextlib.closing(OnnxruntimeStepper(own_graph, contract, dtype, data_folder=folder)) as own:
+                candidate = recorded(own)
+        cost = compare(reference, candidate, tolerance(_own_stage(dtype), unit, dtype))
+        comparisons, cost = (
+            [dataclasses.replace(c, scenario=where + c.scenario) for c in several] for several in (comparisons, cost)
+        )
+        sizes = {name.replace("blocks.0.", f"blocks.{layer}.", 1): size for name, size in eager.largest.sizes.items()}
+        return self._meaning(comparisons, operations), cost, sizes
 
     def _embedding(self, model: onnx.ModelProto, folder: Path) -> Comparison:
         """Compares rows of the embedding, which must equal the weights bit for bit."""
@@ -193,7 +241,7 @@ class LayerValidation:
         output = TensorSpec("embedding", dtype, ("batch_size", SEQUENCE, config.hidden_size))
         contract = Contract((tokens,), (output,))
         piece = _model(model, _nodes_between(model.graph, ["embedding"], ""), contract, [])
-        with open_piece(piece, folder, contract, dtype) as stepper:
+        with twin_piece(piece, folder, contract, dtype) as twin, twin.open() as stepper:
             rows = stepper.run({"input_ids": ids})["embedding"]
         expected = [self.weights.read("embedding.weight", rows=slice(i, i + 1)).numpy()[0] for i in ids.flatten()]
         return compare_tensor("embedding", "embedding", [np.stack(expected).reshape(rows.shape)], [rows], 0.0)
@@ -206,7 +254,7 @@ class LayerValidation:
         x = hidden.astype(numpy_dtype(manifest.dtype))
         if SEQUENCE in contract.inputs[0].axes:
             x = x[None]
-        with open_piece(piece, folder, contract, manifest.dtype) as stepper:
+        with twin_piece(piece, folder, contract, manifest.dtype) as twin, twin.open() as stepper:
             logits = stepper.run({HIDDEN: x})["logits"]
         norm = RMSNorm(config.hidden_size, config.norm_eps)
         norm.load_state_dict({"weight": self.weights.read("norm.weight")})
@@ -215,5 +263,10 @@ class LayerValidation:
             normed = norm(torch.from_numpy(x.astype(np.float32)))
             runs = [slice(start, start + _VOCABULARY_RUN) for start in range(0, config.vocab_size, _VOCABULARY_RUN)]
             expected = torch.cat([normed @ self.weights.read(head, rows=run).T for run in runs], dim=-1).numpy()
-        allowed = tolerance(VALIDATION_STAGE, manifest.unit, manifest.dtype).allowed
+        allowed = tolerance(VALIDATION_STAGE, manifest.unit, "fp32").allowed
         return compare_tensor("output head", "logits", [expected], [logits], allowed)
+
+
+def _own_stage(dtype: str) -> tuple[str, str]:
+    """Returns the pair of backends whose tolerance is usual for a run in the bundle's dtype."""
+    return ("eager", "interpreter") if runs_as_twin(dtype) else VALIDATION_STAGE

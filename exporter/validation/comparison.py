@@ -1,17 +1,20 @@
-"""Compares two recordings tensor by tensor."""
+"""Compares two recordings tensor by tensor, and answers the first question of validation.
+
+The question is: does the graph mean what the definition means?
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from exporter.validation.by_operation import OperationCheck, worst_by_operation
 from exporter.validation.recording import CACHE_ROWS, Recording
 from exporter.validation.tolerances import Tolerance
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,30 +79,94 @@ def compare_tensor(
     return Comparison(scenario, tensor, shapes, float(difference.max()), float(difference.mean()), allowed)
 
 
-def summarize(
-    comparisons: list[Comparison], reference: str, candidate: str, tolerance: Tolerance, control: str | None
-) -> dict:
-    """Returns the comparisons as a section of report.json; infinite errors are null."""
+METRIC = "max |a - b| relative to the rms of the reference"
 
-    def finite(value: float) -> float | None:
-        return value if np.isfinite(value) else None
 
-    return {
-        "passed": all(c.passed for c in comparisons),
-        "reference": reference,
-        "candidate": candidate,
-        "control": control,
-        "metric": "max |a - b| relative to the rms of the reference",
-        "max_error": finite(max(c.max_error for c in comparisons)),
-        "max_allowed": max(c.allowed for c in comparisons),
-        "tolerance": dataclasses.asdict(tolerance),
-        "comparisons": [
-            {
-                **dataclasses.asdict(c),
-                "max_error": finite(c.max_error),
-                "mean_error": finite(c.mean_error),
-                "passed": c.passed,
-            }
-            for c in comparisons
-        ],
-    }
+@dataclass(frozen=True)
+class Meaning:
+    """A float32 graph compared with the definition in float32.
+
+    Attributes:
+        comparisons: outputs and cache rows of every scenario.
+        tolerance: what the comparisons allow.
+        reference, candidate: both sides in words.
+        through: the graph that was run, in words.
+        operations: every operation on the definition's inputs; None where all outputs are within the tolerance, and
+            where there are no operations to judge.
+        unjudged_failed: whether a piece of a validation by layer fails whose operations were not judged.
+    """
+
+    comparisons: Sequence[Comparison]
+    tolerance: Tolerance
+    reference: str
+    candidate: str
+    through: str
+    operations: Sequence[OperationCheck] | None = None
+    unjudged_failed: bool = False
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[Meaning]) -> Meaning:
+        """Returns the answer for a graph that was run piece by piece; every piece must pass."""
+        judged = [check for piece in pieces for check in piece.operations or ()]
+        unjudged_failed = any(not piece.passed and not piece.operations for piece in pieces)
+        comparisons = [c for piece in pieces for c in piece.comparisons]
+        return replace(pieces[0], comparisons=comparisons, operations=judged or None, unjudged_failed=unjudged_failed)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all outputs agree, or every operation does on the definition's inputs."""
+        if self.unjudged_failed:
+            return False
+        if all(c.passed for c in self.comparisons):
+            return True
+        return bool(self.operations) and all(check.passed for check in self.operations or ())
+
+    @property
+    def max_error(self) -> float:
+        return max(c.max_error for c in self.comparisons)
+
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each operation that fails, or for each output where operations were not judged."""
+        if self.passed:
+            return []
+        if self.operations:
+            return [
+                f"{c.name}: on the definition's inputs it differs by {c.error:.2e} of rms ({c.allowed:.0e} allowed), "
+                f"at worst in step {c.step} of {c.scenario}"
+                for c in worst_by_operation(self.operations)
+                if not c.passed
+            ]
+        return [
+            f"{c.scenario}: {c.tensor} differs by {c.max_error:.2e} of rms at most ({c.allowed:.0e} allowed), "
+            f"{c.mean_error:.2e} on average"
+            for c in self.comparisons
+            if not c.passed
+        ]
+
+    def to_dict(self) -> dict:
+        """Returns the section for report.json; numbers that are not finite are null."""
+        operations = None if self.operations is None else [_plain(c) for c in worst_by_operation(self.operations)]
+        return {
+            "passed": self.passed,
+            "reference": self.reference,
+            "candidate": self.candidate,
+            "through": self.through,
+            "metric": METRIC,
+            "judged_by": "outputs" if operations is None else "operations",
+            "max_error": _finite(self.max_error),
+            "max_allowed": self.tolerance.allowed,
+            "tolerance": dataclasses.asdict(self.tolerance),
+            "comparisons": [_plain(c) for c in self.comparisons],
+            "operations": operations,
+            "failures": self.failures,
+        }
+
+
+def _plain(row: Comparison | OperationCheck) -> dict:
+    values = {key: _finite(v) if isinstance(v, float) else v for key, v in dataclasses.asdict(row).items()}
+    return values | {"passed": row.passed}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

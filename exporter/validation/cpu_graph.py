@@ -1,14 +1,16 @@
 """Runs a bundle's graph in onnxruntime on the CPU, where it is compared with other backends.
 
-onnxruntime's CPU provider has no kernels for bf16. A bf16 graph is run as its float32 twin instead: the same nodes over
-the same bf16 weights, computed in float32 (exporter/graph/float32_twin.py). Every other graph is run as it is. This
-module decides which of the two applies, opens the graph, and owns the words for it in reports.
+A graph is run in its own dtype, or as its float32 twin: the same nodes over the same stored weights, computed in
+float32 (exporter/graph/float32_twin.py). Validation runs both. onnxruntime's CPU provider has no kernels for bf16, so
+comparisons run a bf16 graph as its twin, and every other graph as it is. This module decides which of the two applies,
+opens the graph, and owns the words for it in reports.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
@@ -42,59 +44,106 @@ def cpu_contract(contract: Contract, dtype: str) -> Contract:
 
 def cpu_graph_path(bundle: Bundle, scratch: Path) -> Path:
     """Returns the path of the graph that is run on the CPU; a twin is written into `scratch` at the first call."""
-    return float32_twin(bundle.folder, scratch) if runs_as_twin(bundle.manifest.dtype) else bundle.graph_path
+    return twin_path(bundle, scratch) if runs_as_twin(bundle.manifest.dtype) else bundle.graph_path
 
 
-def open_on_cpu(bundle: Bundle, scratch: Path, growing: bool = False) -> Stepper:
-    """Opens a bundle in onnxruntime on the CPU; one stepper runs all of its parts.
+def twin_path(bundle: Bundle, scratch: Path) -> Path:
+    """Returns the path of a graph's float32 twin, which is written into `scratch` at the first call.
+
+    A float32 graph is its own twin.
+    """
+    return bundle.graph_path if bundle.manifest.dtype == "fp32" else float32_twin(bundle.folder, scratch)
+
+
+def open_on_cpu(bundle: Bundle, scratch: Path) -> Stepper:
+    """Opens what comparisons run on the CPU: the graph in its own dtype where onnxruntime has kernels, else its twin.
 
     Args:
         bundle: a bundle in any dtype.
         scratch: folder for float32 twins. It must exist until the stepper is closed.
-        growing: whether the bundle's cache grows.
+    """
+    return open_twin(bundle, scratch) if runs_as_twin(bundle.manifest.dtype) else open_own(bundle)
+
+
+def open_twin(bundle: Bundle, scratch: Path) -> Stepper:
+    """Opens the float32 twin of a bundle in onnxruntime on the CPU; one stepper runs all parts.
+
+    Args:
+        bundle: a bundle in any dtype, its cache in place or growing.
+        scratch: folder for the twins. It must exist until the stepper is closed.
+    """
+    return _open(bundle, "fp32", lambda part: twin_path(part, scratch))
+
+
+def open_own(bundle: Bundle) -> Stepper:
+    """Opens a bundle in its own dtype in onnxruntime on the CPU; one stepper runs all parts.
+
+    Raises:
+        BackendError: onnxruntime has no kernels for the dtype.
+    """
+    return _open(bundle, bundle.manifest.dtype, lambda part: part.graph_path)
+
+
+def _open(bundle: Bundle, computed_in: str, path_of: Callable[[Bundle], Path]) -> Stepper:
+    def open_part(part: Bundle) -> Stepper:
+        manifest, path = part.manifest, str(path_of(part))
+        if manifest.unit.cache == "growing":
+            # the stepper of a growing graph has the interface of one whose cache is in place
+            return GrowingStepper(path, manifest.spec.in_place().in_dtype(computed_in).contract)
+        return OnnxruntimeStepper(path, manifest.contract.in_dtype(manifest.dtype, computed_in), computed_in)
+
+    return open_parts(bundle, open_part, bundle.manifest.contract.in_dtype(bundle.manifest.dtype, computed_in))
+
+
+@dataclass(frozen=True)
+class FloatPiece:
+    """One piece of a bundle's graph as a float32 graph.
+
+    Attributes:
+        model: the graph, without its weights.
+        data_folder: the folder of the file with its weights.
+        contract: its inputs and outputs.
     """
 
-    def open_part(part: Bundle) -> Stepper:
-        manifest, path = part.manifest, str(cpu_graph_path(part, scratch))
-        if growing:
-            return GrowingStepper(path, manifest.spec.in_place().in_dtype(cpu_dtype(manifest.dtype)).contract)
-        contract = cpu_contract(manifest.contract, manifest.dtype)
-        return OnnxruntimeStepper(path, contract, cpu_dtype(manifest.dtype))
+    model: onnx.ModelProto
+    data_folder: Path
+    contract: Contract
 
-    return open_parts(bundle, open_part, cpu_contract(bundle.manifest.contract, bundle.manifest.dtype))
+    @contextlib.contextmanager
+    def open(self) -> Iterator[OnnxruntimeStepper]:
+        """Opens the piece in onnxruntime on the CPU; it is closed at the end."""
+        graph = self.model.SerializeToString()
+        with contextlib.closing(
+            OnnxruntimeStepper(graph, self.contract, "fp32", data_folder=self.data_folder)
+        ) as stepper:
+            yield stepper
 
 
 @contextlib.contextmanager
-def open_piece(piece: onnx.ModelProto, folder: Path, contract: Contract, dtype: str) -> Iterator[OnnxruntimeStepper]:
-    """Opens one piece of a bundle's graph in onnxruntime on the CPU; it is closed at the end.
+def twin_piece(piece: onnx.ModelProto, folder: Path, contract: Contract, dtype: str) -> Iterator[FloatPiece]:
+    """Yields the float32 twin of one piece of a bundle's graph; its files exist until the end.
 
     Args:
-        piece: a graph whose weights are in the data file in `folder`. Widening to float32 changes it.
+        piece: a graph whose weights are in the data file in `folder`. Widening changes it.
         folder: the bundle's folder.
         contract: contract of the piece in the graph's own dtype.
         dtype: the graph's dtype.
     """
-    contract, computed_in = cpu_contract(contract, dtype), cpu_dtype(dtype)
+    contract = contract.in_dtype(dtype, "fp32")
+    if dtype == "fp32":
+        yield FloatPiece(piece, folder, contract)
+        return
     with scratch_folder() as scratch:
-        if runs_as_twin(dtype):
-            stepper = OnnxruntimeStepper(str(widen_model(piece, folder, scratch)), contract, computed_in)
-        else:
-            stepper = OnnxruntimeStepper(piece.SerializeToString(), contract, computed_in, data_folder=folder)
-        with contextlib.closing(stepper):
-            yield stepper
+        widen_model(piece, folder, scratch)
+        yield FloatPiece(piece, scratch, contract)
 
 
 # --- words for reports ------------------------------------------------------------------------------------------------
 
 
-def graph_run(dtype: str) -> str:
-    """Returns the name of the graph that is run, for reports: the graph itself or its twin."""
-    return TWIN if runs_as_twin(dtype) else "the graph itself"
-
-
-def blocks_run(dtype: str) -> str:
-    """Returns the name of the graphs that a validation by layer runs, for reports."""
-    return f"{f'{TWIN}s of its blocks' if runs_as_twin(dtype) else 'its blocks'}, one at a time"
+def twin_run(dtype: str) -> str:
+    """Returns the name of the graph that answers whether the graph means what the definition means."""
+    return "the graph itself" if dtype == "fp32" else TWIN
 
 
 def with_twin_named(description: str, dtype: str) -> str:

@@ -58,8 +58,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _verdict(validation: dict) -> str:
     """Returns a report's validation in a few words. Its largest error is null where it was not finite."""
-    error, allowed = (validation.get(key) for key in ("max_error", "max_allowed"))
+    meaning = validation.get("meaning", validation)  # older reports have one answer, and no sections
+    if not isinstance(meaning, dict):
+        return "unknown: report.json does not say"
+    error, allowed = (meaning.get(key) for key in ("max_error", "max_allowed"))
     if not isinstance(allowed, int | float) or not isinstance(error, int | float | None):
         return "unknown: report.json does not say"
     largest = "not finite" if error is None else f"{error:.1e} of rms at most"
+    if meaning.get("judged_by") == "operations":
+        largest = f"{largest}, judged by operation"
     return f"{'PASSED' if validation.get('passed') is True else 'FAILED'}: {largest}, {allowed:.0e} allowed"

@@ -61,8 +61,8 @@ def check_output(bundle: Bundle, backend: str, session: DecodeSession) -> str:
     Raises:
         ArithmeticError: the two differ by more than the tolerances allow.
     """
+    from engines.comparison.control import CONTROL_FACTOR
     from exporter.steppers.eager_stepper import EagerStepper
-    from exporter.validation.control import CONTROL_FACTOR
     from exporter.validation.reference_weights import reference_weights
     from exporter.validation.tolerances import tolerance
 

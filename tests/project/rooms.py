@@ -3,7 +3,7 @@
 ROOMS = {
     "exporter": (
         *("common", "spec", "costs", "model", "bundle", "placing", "graph", "steppers"),
-        *("checkpoint", "validation", "export", "commands"),
+        *("measuring", "checkpoint", "validation", "export", "commands"),
     ),
     "engines": ("library", "network", "building", "interpreter", "running", "comparison", "commands"),
     "runtime": (

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 STAGES = ("exporter", "engines", "runtime")
 OFFLINE = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
-DATA = {"engines/comparison/prompts.txt", "exporter/validation/measured_errors.json"}  # read at run time
+DATA = {"exporter/measuring/prompts.txt", "exporter/validation/measured_errors.json"}  # read at run time
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -84,7 +84,7 @@ def test_it_requires_the_python_that_the_tests_run_on(wheel):
 def test_its_modules_come_from_the_wheel_and_its_data_are_read(environment, tmp_path):
     code = """
 import json, sys, exporter, engines, runtime
-from engines.comparison.agreement import prompts
+from exporter.measuring.agreement import prompts
 from exporter.validation.tolerances import measured_operation_errors
 modules = [exporter.__file__, engines.__file__, runtime.__file__]
 loaded = sorted({name.split(".")[0] for name in sys.modules})

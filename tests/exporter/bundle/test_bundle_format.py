@@ -24,8 +24,7 @@ from exporter.spec.dtypes import DTYPES, ONNX_TYPES
 from exporter.spec.tensors import BATCH, CAPACITY, OPSET, PAST, SEQUENCE, TOTAL
 from exporter.spec.unit import CACHES, COMPONENTS, LOGITS, UNIT_KINDS, Unit
 from exporter.spec.weight_formats import WEIGHT_FORMATS
-from exporter.validation.comparison import Comparison, summarize
-from exporter.validation.tolerances import tolerance
+from exporter.validation.bundle_validation import validate_bundle
 from tests.conftest import ROOT
 
 DOCUMENT = (ROOT / "docs" / "bundle_format.md").read_text()
@@ -146,12 +145,11 @@ def _all_keys(schema: object) -> set[str]:
 
 def test_the_document_explains_every_key_of_a_report(tiny_bundle):
     report = tiny_bundle("block").read_report()
-    comparison = Comparison("decode", "hidden_states_out", [[1, 1, 64]], 0.0, 0.0, 1.0)
-    allowed = tolerance(("eager", "onnxruntime"), UNIT, "fp32")
-    report["validation"] = summarize([comparison], "eager", "onnxruntime", allowed, None)
-    nested = {key for part in ("export", "validation") for key in report[part]}
-    nested |= set(report["validation"]["comparisons"][0])
-    nested |= set(report["validation"]["tolerance"]) | {"through"}
+    report["validation"], _ = validate_bundle(tiny_bundle("model"))
+    meaning, cost = report["validation"]["meaning"], report["validation"]["cost"]
+    nested = {key for part in ("export", "validation") for key in report[part]} | set(meaning) | set(cost)
+    nested |= set(meaning["comparisons"][0]) | set(meaning["tolerance"])
+    nested |= set(cost["agreement"]) | set(cost["limits"]) | set(cost["largest_value"])
     section = DOCUMENT.partition("## report.json")[2].partition("\n## ")[0]
     assert {key for key in {*report, *nested} if f"`{key}`" not in section} == set()
 

@@ -143,13 +143,13 @@ def test_the_command_refuses_changed_weights_and_leaves_the_report(bundle, capsy
 
 
 def test_weights_that_change_during_a_validation_void_it(bundle, monkeypatch):
-    plain = bundle_validation.summarize
+    plain = bundle_validation.compare
 
-    def summarize(*arguments):
+    def compare(*arguments):
         overwrite(bundle.folder / DATA_FILE)  # both sides have run
         return plain(*arguments)
 
-    monkeypatch.setattr(bundle_validation, "summarize", summarize)
+    monkeypatch.setattr(bundle_validation, "compare", compare)
     with pytest.raises(BundleError, match=f"{DATA_FILE} changed while in use"):
         validate_bundle(bundle)
 

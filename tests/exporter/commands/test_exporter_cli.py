@@ -190,8 +190,8 @@ def test_an_export_is_validated_and_can_be_verified_and_validated_again(capsys, 
     assert exporter(["verify", str(folder)]) == 0
     again = json_output(capsys, exporter, "validate", folder, "--format", "json")
     assert again["passed"]
-    assert again["through"] == ("float32 twin" if dtype == "bf16" else "the graph itself")
-    assert 0 < again["max_error"] <= again["tolerance"]["allowed"]
+    assert again["meaning"]["through"] == ("the graph itself" if dtype == "fp32" else "float32 twin")
+    assert 0 < again["meaning"]["max_error"] <= again["meaning"]["tolerance"]["allowed"]
 
 
 def test_the_arguments_of_an_export_are_in_its_manifest(bundles):
@@ -235,8 +235,7 @@ def test_a_truncated_data_file_is_refused_by_every_command(capsys, block, main):
 
 
 def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, tmp_path, checkpoint):
-    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
+    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp32", ({"component": 0.0}, "planted"))
     arguments = ["--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(tmp_path / "bundle")]
     assert exporter(["export", *arguments]) == 1
     error = capsys.readouterr().err
@@ -247,8 +246,7 @@ def test_a_failed_validation_exits_1_and_leaves_no_bundle(capsys, monkeypatch, t
 
 def test_a_failed_validation_leaves_the_old_bundle(monkeypatch, block, checkpoint):
     before = {path.name: path.read_bytes() for path in block.iterdir()}
-    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp16", ({"component": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
+    monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp32", ({"component": 0.0}, "planted"))
     assert (
         exporter(["export", "--checkpoint", str(checkpoint), "--unit", "component:swiglu_mlp", "-o", str(block)]) == 1
     )
@@ -257,7 +255,7 @@ def test_a_failed_validation_leaves_the_old_bundle(monkeypatch, block, checkpoin
 
 def test_validate_exits_1_where_the_comparison_fails_and_records_it(capsys, monkeypatch, block):
     monkeypatch.setitem(tolerances.OUTPUTS["eager", "onnxruntime"], "fp32", ({"block": 0.0}, "planted"))
-    monkeypatch.setattr("exporter.validation.control.CONTROL_FACTOR", 0.0)
+    monkeypatch.setitem(tolerances.OPERATIONS, "projection", (0.0, 0.0, 0.0, 0.0, "planted"))
     assert exporter(["validate", str(block), "--format", "json"]) == 1
     assert not json.loads(capsys.readouterr().out)["passed"]
     assert not Bundle.open(block).read_report()["validation"]["passed"]

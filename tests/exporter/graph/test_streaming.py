@@ -77,7 +77,7 @@ def test_validation_by_layer_passes_what_is_right_and_covers_every_piece(tiny_bu
     section, comparisons = validate_bundle(
         tiny_bundle(unit, dtype), RandomWeights(TINY, 0), by_layer=True, say=lines.append
     )
-    assert section["passed"] and section["through"].endswith("one at a time")
+    assert section["passed"] and section["meaning"]["through"].endswith("one at a time")
     pieces = {c.scenario.split(":")[0] for c in comparisons}
     assert pieces == {"layer 0", "layer 1", "layer 2", *(("embedding", "output head") if unit == "model" else ())}
     assert "validate: layer 1 of 3" in lines[:2] and lines[-1] == (
@@ -117,7 +117,7 @@ def test_a_whole_that_does_not_fit_is_validated_by_layer_and_says_so(tiny_bundle
     section, _ = validate_bundle(tiny_bundle("model", "fp16"), RandomWeights(TINY, 0), say=lines.append)
     assert (
         section["passed"]
-        and "its blocks" in section["through"]
+        and "its blocks" in section["meaning"]["through"]
         and "layer by layer, since the whole would need" in lines[0]
     )
 

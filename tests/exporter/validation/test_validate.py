@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engines.comparison.control import CONTROL_FACTOR, judge_by_control
 from exporter.common.errors import CheckFailed
 from exporter.export import ExportRequest, export_bundle
 from exporter.model.weights import RandomWeights
@@ -13,8 +14,7 @@ from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.bundle_validation import validate_bundle
-from exporter.validation.comparison import compare, compare_tensor, summarize
-from exporter.validation.control import CONTROL_FACTOR, judge_by_control
+from exporter.validation.comparison import Meaning, compare, compare_tensor
 from exporter.validation.recording import CACHE_ROWS, record_run
 from exporter.validation.scenarios import cache_scenarios
 from exporter.validation.tolerances import tolerance
@@ -97,7 +97,7 @@ def test_a_planted_fault_fails_with_and_without_a_control(damage):
 
 def test_no_fault_passes_and_the_report_states_every_shape():
     comparisons = compare(recorded(eager()), recorded(Faulty(lambda outputs, cache: outputs)), FLOAT32)
-    section = summarize(comparisons, "eager", "faultless", FLOAT32, None)
+    section = Meaning(comparisons, FLOAT32, "eager", "faultless", "the graph itself").to_dict()
     assert section["passed"] and section["max_error"] == 0.0
     shapes = {c["scenario"]: c["shapes"] for c in section["comparisons"] if c["tensor"] == "hidden_states_out"}
     assert shapes["decode"] == [[2, 5, 64], [2, 1, 64], [2, 1, 64], [2, 1, 64]]
@@ -169,4 +169,5 @@ def test_every_unit_agrees_with_eager_over_several_seeds(tiny_bundle, unit, dtyp
     for seed in range(2):
         section, _ = validate_bundle(bundle, RandomWeights(TINY, 0), seed)
         assert section["passed"], section
-        assert section["through"] == ("float32 twin" if dtype == "bf16" else "the graph itself")
+        assert section["meaning"]["through"] == ("the graph itself" if dtype == "fp32" else "float32 twin")
+        assert section["meaning"]["max_error"] <= 1e-5 and section["cost"]["max_error"] <= 0.3

@@ -42,7 +42,7 @@ class Agreement:
 
 def prompts() -> list[str]:
     """Returns the fixed prompts, which are the lines of a file."""
-    return resources.files("engines.comparison").joinpath(PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
+    return resources.files("exporter.measuring").joinpath(PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
 
 
 def measure_agreement(reference: np.ndarray, candidate: np.ndarray) -> Agreement:
@@ -109,7 +109,10 @@ def _decode(
     past_lens, seq_lens = np.zeros_like(lengths), lengths
     tokens, logits = [], []
     for step in range(n_tokens):
-        logits.append(stepper.run(step_feeds("input_ids", x, past_lens, seq_lens), cache)["logits"])
+        found = stepper.run(step_feeds("input_ids", x, past_lens, seq_lens), cache)["logits"]
+        if found.ndim == 3:  # a model that returns all logits
+            found = found[np.arange(len(found)), seq_lens - 1]
+        logits.append(found)
         tokens.append(logits[-1].argmax(-1) if forced is None else forced[:, step])
         past_lens, seq_lens, x = past_lens + seq_lens, np.ones_like(lengths), tokens[-1][:, None]
     cache.free()

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.own.token_agreement import transformers_greedy
-from engines.comparison.agreement import forced_logits, greedy_logits, measure_agreement, prompts
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle.tokenizer import encode, open_tokenizer
+from exporter.measuring.agreement import forced_logits, greedy_logits, measure_agreement, prompts
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.tolerances import agreement_floor
 

@@ -1,0 +1,1 @@
+"""Measures what happens inside a graph: its named values, and the agreement of its tokens."""
