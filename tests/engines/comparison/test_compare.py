@@ -20,11 +20,14 @@ from engines.comparison.report import to_dict
 from engines.comparison.results import StepDifference
 from engines.interpreter.stepper import InterpreterStepper
 from exporter.common.errors import BackendError, InputError
-from exporter.spec.unit import COMPONENTS
+from exporter.export import ExportRequest, export_bundle
+from exporter.spec.unit import COMPONENTS, Unit
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.scenarios import RunLimits, cache_scenarios
+from tests.conftest import MAX_POSITIONS
 from tests.support.cuda_double import double_session, engine_record
 from tests.support.planted_faults import causal_with_key_lengths, doctored, scale_weight
+from tests.support.strayed_weights import OUTPUT_FAULTS, SIX, STRAYED
 
 PAIR = ("onnxruntime", "interpreter")
 
@@ -301,3 +304,16 @@ def test_what_polygraphys_files_cannot_hold_is_refused(tiny_bundle, tmp_path, ca
 
 def test_an_audit_without_operations_is_never_a_pass_by_accident():
     assert BackendAudit("x", "x", (), (), math.nan).first_failure is None
+
+
+@pytest.mark.parametrize("fault", [None, *OUTPUT_FAULTS])
+def test_a_control_that_strayed_excuses_no_network(tmp_path, fault):
+    request = ExportRequest(SIX, Unit.parse("stack", SIX), STRAYED, "fp16", MAX_POSITIONS)
+    bundle = export_bundle(request, tmp_path / "bundle", validated=False)
+    if fault is not None:
+        bundle = doctored(bundle, tmp_path / "wrong", OUTPUT_FAULTS[fault])
+    result = compare_bundle(bundle, CompareRequest(("eager", "interpreter")), weights=STRAYED)
+    (interpreter,) = result.results
+    assert interpreter.audit is not None and interpreter.audit.passed is (fault is None)
+    assert result.passed is (fault is None)
+    assert fault is not None or interpreter.control is not None, "the weights are meant to be ill-conditioned"
