@@ -14,7 +14,8 @@ from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.manifest import check_format_version, is_sha256
 from exporter.common.documents import is_inside, read_document, to_json
 from exporter.common.errors import BundleError
-from exporter.spec.catalogue import short
+from exporter.spec.catalogue import LARGEST_COUNT, short
+from exporter.spec.tensors import CAPACITY, TOTAL, TensorSpec
 
 FORMAT_VERSION = 1
 ENGINES_KEYS = ("format_version", "engines")
@@ -195,6 +196,41 @@ def size_problem(bundle: Bundle, record: EngineRecord) -> str | None:
     if record.size_bytes > bundle.largest_engine:
         return f"it has {record.size_bytes:,} bytes, more than an engine of these weights has; build again"
     return None
+
+
+def profile_problem(bundle: Bundle, record: EngineRecord) -> str | None:
+    """Returns what a record's profiles say that no engine of the bundle can take; None where there is nothing.
+
+    Every input has a shape with the axes of the contract, one symbol has one size, and min ≤ opt ≤ max. How large an
+    engine's own profiles are, only the engine knows; the runtime reads them from it.
+    """
+    specs = {spec.name: spec for spec in bundle.manifest.contract.inputs}
+    for profile in record.profiles:
+        name, ranges = short(profile["name"]), profile["ranges"]
+        if set(ranges) != set(specs):
+            return f"profile {name} has the inputs {short(sorted(ranges))}, expected {sorted(specs)}; build again"
+        smallest: dict[str, int] = {}
+        for kind in RANGE_KEYS:
+            sizes = {} if record.cache_capacity is None else {CAPACITY: record.cache_capacity}
+            for tensor, spec in specs.items():
+                problem = _shape_problem(ranges[tensor][kind], spec, sizes)
+                if problem:
+                    return f"profile {name}, {kind} {tensor}: {problem}; build again"
+            less = sorted(axis for axis in smallest if sizes[axis] < smallest[axis])
+            if less or sizes.get(TOTAL, 0) > (record.cache_capacity or LARGEST_COUNT):
+                what = less[0] if less else TOTAL
+                return f"profile {name}: {what} is {sizes[what]} in {kind}, expected min ≤ opt ≤ max; build again"
+            smallest = sizes
+    return None
+
+
+def _shape_problem(shape: list[int], spec: TensorSpec, sizes: dict[str, int]) -> str | None:
+    """Compares a shape with the axes of its input; `sizes` gets the size of each symbol that it has none of yet."""
+    expected = [
+        axis if isinstance(axis, int) else sizes.setdefault(axis, shape[place] if place < len(shape) else 0)
+        for place, axis in enumerate(spec.axes)
+    ]
+    return None if shape == expected and min(shape, default=1) >= 1 else f"got {shape}, expected {expected}"
 
 
 def changed_origins(bundle: Bundle, record: EngineRecord) -> list[str]:

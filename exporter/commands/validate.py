@@ -81,4 +81,5 @@ def _result(comparison: Comparison, meaning: dict) -> str:
     """Returns the result of a row. Where operations were judged, they decide, and a row shows the travelled error."""
     if comparison.passed:
         return "PASSED"
-    return "by operation" if meaning["judged_by"] == "operations" else "FAILED"
+    is_output = comparison.scenario not in {c["scenario"] for c in meaning["stored"]}
+    return "by operation" if meaning["judged_by"] == "operations" and is_output else "FAILED"

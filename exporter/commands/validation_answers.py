@@ -43,6 +43,8 @@ def answers(section: dict) -> list[str]:
 
 def _meaning(meaning: dict) -> str:
     said = "does the graph mean what the definition means? "
+    if any(not c["passed"] for c in meaning["stored"]):
+        return f"{said}NO: stored values are wrong, through the {meaning['through'].removeprefix('the ')}"
     if meaning["judged_by"] == "operations":
         said += "yes" if meaning["passed"] else "NO"
         how = "these weights amplify rounding, so every operation was judged on the definition's own inputs"

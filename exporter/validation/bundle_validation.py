@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from exporter.validation.cpu_graph import open_own, open_twin, runs_as_twin, twi
 from exporter.validation.recording import Recording, record_run
 from exporter.validation.reference_weights import reference_weights
 from exporter.validation.scenarios import RunLimits
+from exporter.validation.stored_values import compare_stored
 from exporter.validation.tolerances import VALIDATION_STAGE, tolerance
 
 VALIDATION_COPIES = 3  # float32 copies of the weights: the definition's, onnxruntime's, and the twin's in a file
@@ -58,7 +59,8 @@ def validate_bundle(
 ) -> tuple[dict, list[Comparison]]:
     """Answers whether a bundle's graph means what the definition means, and what its dtype and format cost.
 
-    The eager definition computes in float32 over the weights as the bundle stores them. The steppers run one after the
+    The eager definition computes in float32 over the weights as the bundle stores them. Stored values are compared too:
+    the rotation tables with the geometry's, and the weights with their source, where that is given. The steppers run one after the
     other, so that only one holds weights at a time.
 
     Args:
@@ -87,10 +89,11 @@ def validate_bundle(
         meaning, cost = LayerValidation(bundle, rounded, seed).run(say)
     else:
         meaning, cost = WholeValidation(bundle, rounded, weights, seed, limits, say).run()
+    meaning = replace(meaning, stored=compare_stored(bundle, None if weights is None else rounded))
     origin.check_unchanged()
     passed = meaning.passed and not cost.failures
     section = {"passed": passed, "meaning": meaning.to_dict(), "cost": cost.to_dict(), "files": origin.checksums}
-    return section, list(meaning.comparisons)
+    return section, [*meaning.comparisons, *meaning.stored]
 
 
 def check_meaning(bundle: Bundle, weights: WeightSource | None = None, seed: int = 0) -> Meaning:
@@ -98,9 +101,11 @@ def check_meaning(bundle: Bundle, weights: WeightSource | None = None, seed: int
 
     It runs the whole unit, and nothing in the bundle's own dtype. It takes no checksums of what it reads.
     """
-    validation = WholeValidation(bundle, reference_weights(bundle, weights), weights, seed)
+    rounded = reference_weights(bundle, weights)
+    validation = WholeValidation(bundle, rounded, weights, seed)
     with validation.twins() as scratch:
-        return validation.meaning(validation.reference(), scratch)
+        meaning = validation.meaning(validation.reference(), scratch)
+    return replace(meaning, stored=compare_stored(bundle, None if weights is None else rounded))
 
 
 def why_failed(section: dict) -> str:

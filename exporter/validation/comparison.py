@@ -94,6 +94,7 @@ class Meaning:
         operations: every operation on the definition's inputs; None where all outputs are within the tolerance, and
             where there are no operations to judge.
         unjudged_failed: whether a piece of a validation by layer fails whose operations were not judged.
+        stored: the bundle's stored values, compared with what they should be.
     """
 
     comparisons: Sequence[Comparison]
@@ -103,6 +104,7 @@ class Meaning:
     through: str
     operations: Sequence[OperationCheck] | None = None
     unjudged_failed: bool = False
+    stored: Sequence[Comparison] = ()
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[Meaning]) -> Meaning:
@@ -114,8 +116,8 @@ class Meaning:
 
     @property
     def passed(self) -> bool:
-        """Whether all outputs agree, or every operation does on the definition's inputs."""
-        if self.unjudged_failed:
+        """Whether all outputs agree, or every operation does on the definition's inputs; and all stored values do."""
+        if self.unjudged_failed or not all(c.passed for c in self.stored):
             return False
         if all(c.passed for c in self.comparisons):
             return True
@@ -130,14 +132,19 @@ class Meaning:
         """A sentence for each operation that fails, or for each output where operations were not judged."""
         if self.passed:
             return []
+        wrong = [
+            f"{c.scenario}: {c.tensor} differ by {c.max_error:.2e} at most ({c.allowed:.0e} allowed)"
+            for c in self.stored
+            if not c.passed
+        ]
         if self.operations:
-            return [
+            return wrong + [
                 f"{c.name}: on the definition's inputs it differs by {c.error:.2e} of rms ({c.allowed:.0e} allowed), "
                 f"at worst in step {c.step} of {c.scenario}"
                 for c in worst_by_operation(self.operations)
                 if not c.passed
             ]
-        return [
+        return wrong + [
             f"{c.scenario}: {c.tensor} differs by {c.max_error:.2e} of rms at most ({c.allowed:.0e} allowed), "
             f"{c.mean_error:.2e} on average"
             for c in self.comparisons
@@ -159,6 +166,7 @@ class Meaning:
             "tolerance": dataclasses.asdict(self.tolerance),
             "comparisons": [_plain(c) for c in self.comparisons],
             "operations": operations,
+            "stored": [_plain(c) for c in self.stored],
             "failures": self.failures,
         }
 

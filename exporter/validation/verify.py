@@ -13,7 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from exporter.bundle.bundle import ENGINES_FILE, REPORT_FILE, Bundle
-from exporter.bundle.engine_records import EngineRecord, changed_origins, file_problem, read_records, size_problem
+from exporter.bundle.engine_records import (
+    EngineRecord,
+    changed_origins,
+    file_problem,
+    profile_problem,
+    read_records,
+    size_problem,
+)
 from exporter.bundle.genai_config import genai_config
 from exporter.bundle.manifest import (
     GENAI_CONFIG_FILE,
@@ -300,6 +307,8 @@ def _engine_problems(bundle: Bundle, record: EngineRecord) -> Iterator[tuple[str
         differing = sorted(name for name in {*record.dtypes, *dtypes} if record.dtypes.get(name) != dtypes.get(name))
         names = ", ".join(differing)
         yield record.file, f"its record has other tensors or dtypes than the bundle at {names}; build again"
+    if problem := profile_problem(bundle, record):
+        yield record.file, f"its record contradicts the graph: {problem}"
     capacity = record.cache_capacity
     fits = capacity is None or 1 <= capacity <= manifest.max_positions
     if (capacity is not None) != manifest.unit.has_cache or not fits:

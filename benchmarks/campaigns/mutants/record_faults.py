@@ -133,11 +133,33 @@ def profile_faults(good: ProfileTexts) -> Iterator[tuple[str, str, ProfileTexts]
         yield "profile: two exchanged", f"{first} and {second}", replace(good, **swapped)
 
 
-def contradiction(axes: Mapping[str, Sequence[int | str]], profile: ProfileTexts, capacity: int) -> str | None:
+def texts_of(profiles: Any) -> list[ProfileTexts] | None:
+    """Returns the profiles of a record as a user would give them; None where they are no profiles."""
+    try:
+        return [
+            ProfileTexts(*({name: tuple(map(int, r[kind])) for name, r in profile["ranges"].items()} for kind in KINDS))
+            for profile in profiles
+            if not any(
+                isinstance(size, str) for r in profile["ranges"].values() for shape in r.values() for size in shape
+            )
+        ] or None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def contradiction(
+    axes: Mapping[str, Sequence[int | str]], profile: ProfileTexts, capacity: int, steps: bool = True
+) -> str | None:
     """Returns what contradicts itself in a profile; None where nothing does. This is the oracle of profiles.
 
     One symbol has one size over all inputs, a step reads what it writes and no more than the cache holds, and
     min ≤ opt ≤ max.
+
+    Args:
+        axes: the axes of each input, with a number for the capacity.
+        profile: the profile.
+        capacity: cache rows per sequence.
+        steps: whether a step must read what it writes at min and opt; older records have profiles where it does not.
     """
     before: dict[str, int] = {}
     for kind, shapes in profile.by_kind().items():
@@ -150,7 +172,8 @@ def contradiction(axes: Mapping[str, Sequence[int | str]], profile: ProfileTexts
             for axis, size in zip(axes[name], shape, strict=True):
                 if size < 1 or size != (axis if isinstance(axis, int) else sizes.setdefault(axis, size)):
                     return f"{kind} {name}: {axis} is {size}"
-        if not sizes["sequence_length"] <= sizes["total_sequence_length"] <= capacity:
+        total = sizes["total_sequence_length"]
+        if total > capacity or (steps and sizes["sequence_length"] > total):
             return f"{kind}: {sizes}"
         if any(size < before.get(axis, 0) for axis, size in sizes.items()):
             return f"{kind}: {sizes} after {before}"

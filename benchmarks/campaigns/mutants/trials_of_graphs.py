@@ -15,7 +15,7 @@ from benchmarks.campaigns.mutants.weight_faults import weight_faults
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import CheckFailed, InputError
 from exporter.graph.contract_check import graph_problems
-from exporter.validation.bundle_validation import validate_bundle
+from exporter.validation.bundle_validation import check_meaning
 
 FAMILIES = {"graph": operator_faults, "decoder": decoder_faults, "weights": weight_faults}
 
@@ -80,10 +80,9 @@ def caught_by_export(bundle: Bundle, unit: GoodUnit | RealUnit) -> tuple[str | N
         if problems:
             return "contract", problems[0]
     try:
-        section, comparisons = validate_bundle(bundle, unit.weights)
-        if not section["passed"]:
-            worst = max(comparisons, key=lambda c: c.max_error / (c.allowed or 1.0))
-            return "validation", f"{worst.scenario}, {worst.tensor}: {worst.max_error:.1e}, {worst.allowed:.1e} allowed"
+        meaning = check_meaning(bundle, unit.weights)
+        if not meaning.passed:
+            return "validation", meaning.failures[0]
         Bundle.open(bundle.folder)
     except CheckFailed as error:
         return "validation", str(error).partition("\n")[0]

@@ -14,6 +14,7 @@ from benchmarks.campaigns.mutants.record_faults import (
     contradiction,
     profile_faults,
     record_faults,
+    texts_of,
 )
 from benchmarks.campaigns.mutants.trials_of_graphs import Outcome
 from benchmarks.campaigns.mutants.trials_of_networks import PARSER
@@ -22,7 +23,7 @@ from engines.building.preparation import BuildRequest, prepare_bundle
 from engines.library.backend import choose_backend
 from engines.library.gpu import Gpu
 from engines.library.usable_engines import check_engine, check_lineage, check_runnable
-from engines.network.source import input_axes, load_source
+from engines.network.source import Axes, input_axes, load_source
 from exporter.bundle.bundle import ENGINES_FILE, Bundle
 from exporter.bundle.engine_records import read_records
 from exporter.common.errors import CheckFailed, InputError
@@ -31,6 +32,13 @@ from exporter.validation.verify import verify_bundle
 
 CAPACITY, MAX_BATCH, MAX_SEQ_LEN = 64, 2, 8
 HERE = [Gpu("a GPU", "9.0")]  # the machine of the campaign has none
+
+
+def fixed_axes(good: Bundle) -> Axes:
+    """Returns the axes of a graph's inputs at the capacity of the campaign."""
+    model = load_source(good.graph_path)
+    fix_capacity(model, CAPACITY)
+    return input_axes(model)
 
 
 class RecordTrials:
@@ -45,6 +53,7 @@ class RecordTrials:
         self.name, self.folder = name, folder
         shutil.copytree(good.folder, folder)
         build_bundle(Bundle.open(folder), choose_backend(PARSER), BuildRequest(MAX_BATCH, MAX_SEQ_LEN, CAPACITY))
+        self._axes = fixed_axes(good)
         self._document = json.loads((folder / ENGINES_FILE).read_text(encoding="utf-8"))
 
     def mutations(self) -> Iterator[RecordMutation]:
@@ -54,9 +63,18 @@ class RecordTrials:
         changed = self._document | {"engines": [mutation.apply(self._document["engines"][0])]}
         (self.folder / ENGINES_FILE).write_text(json.dumps(changed), encoding="utf-8")
         caught_by, said = caught_by_opening(self.folder)
-        found = float("inf") if mutation.matters else 0.0
-        where = "something decides by it" if mutation.matters else "nothing decides by it"
+        found, where = self._judge(mutation, changed["engines"][0])
         return Outcome(self.name, "record", mutation.kind, mutation.site, found, where, caught_by, said[:200])
+
+    def _judge(self, mutation: RecordMutation, changed: dict) -> tuple[float, str]:
+        """Returns infinity for a change that something decides by, else 0, and why."""
+        if not mutation.matters:
+            return 0.0, "nothing decides by it; it is there for people"
+        if mutation.kind == "record: profiles" and (shapes := texts_of(changed["profiles"])) is not None:
+            found = [contradiction(self._axes, profile, CAPACITY, steps=False) for profile in shapes]
+            if found == [None] * len(found):
+                return 0.0, "the runtime reads the sizes from the engine itself, and these contradict nothing"
+        return float("inf"), "something decides by it"
 
 
 def caught_by_opening(folder: Path) -> tuple[str | None, str]:
@@ -91,9 +109,7 @@ class ProfileTrials:
     good: Bundle
 
     def __post_init__(self) -> None:
-        model = load_source(self.good.graph_path)
-        fix_capacity(model, CAPACITY)
-        self._axes = input_axes(model)
+        self._axes = fixed_axes(self.good)
 
     def mutations(self) -> Iterator[tuple[str, str, ProfileTexts]]:
         sizes = ((1, 1, 1), (MAX_BATCH, 4, 16), (MAX_BATCH, MAX_SEQ_LEN, CAPACITY))

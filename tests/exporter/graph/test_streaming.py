@@ -22,6 +22,7 @@ from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.tensors import graph_contract
 from exporter.spec.unit import Unit
 from exporter.validation.bundle_validation import validate_bundle
+from exporter.validation.stored_values import STORED
 from tests.conftest import ROOT, TINY
 from tests.support.planted_faults import doctored, half_split_rope, scale_weight
 
@@ -79,7 +80,8 @@ def test_validation_by_layer_passes_what_is_right_and_covers_every_piece(tiny_bu
     )
     assert section["passed"] and section["meaning"]["through"].endswith("one at a time")
     pieces = {c.scenario.split(":")[0] for c in comparisons}
-    assert pieces == {"layer 0", "layer 1", "layer 2", *(("embedding", "output head") if unit == "model" else ())}
+    ends = ("embedding", "output head") if unit == "model" else ()
+    assert pieces == {"layer 0", "layer 1", "layer 2", *ends, STORED}
     assert "validate: layer 1 of 3" in lines[:2] and lines[-1] == (
         "validate: output head" if unit == "model" else "validate: layer 3 of 3"
     )
@@ -100,7 +102,7 @@ def test_validation_by_layer_names_the_piece_whose_weight_is_wrong(tiny_bundle, 
     broken = scale_weight(broken, name, 1.05)
     section, comparisons = validate_bundle(broken, RandomWeights(TINY, 0), by_layer=True)
     assert not section["passed"]
-    assert {c.scenario.split(":")[0] for c in comparisons if not c.passed} == {piece}
+    assert {c.scenario.split(":")[0] for c in comparisons if not c.passed} == {piece, STORED}
 
 
 def test_validation_by_layer_runs_the_graphs_own_nodes(tiny_bundle, tmp_path):

@@ -232,11 +232,24 @@ def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
             "cache_capacity 65 for a stack of layers 0:1 of 64 positions",
         ),
         (lambda record: record.update(size_bytes=7), "bytes, expected 7"),
+        (
+            lambda record: record["profiles"][0]["ranges"]["position_ids"].update(max=[4, 1]),
+            "max position_ids: got [4, 1], expected [2, 1]",
+        ),
+        (
+            lambda record: record["profiles"][1]["ranges"]["past_key_values.0.key"].update(opt=[2, 2, 64, 16]),
+            "opt past_key_values.0.key: got [2, 2, 64, 16], expected [2, 2, 32, 16]",
+        ),
+        (
+            lambda record: record["profiles"][1]["ranges"]["attention_mask"].update(max=[2, 65]),
+            "total_sequence_length is 65 in max",
+        ),
+        (lambda record: record["profiles"][0]["ranges"].pop("write_indices"), "expected ['attention_mask', "),
     ],
 )
 def test_a_record_that_does_not_fit_the_bundle_is_named(parts, edit, said):
     change(parts / "part1" / ENGINES_FILE, lambda data: edit(data["engines"][0]))
-    assert said in problems(parts)[f"part1/{ENGINE}"][0]
+    assert any(said in problem for problem in problems(parts)[f"part1/{ENGINE}"])
 
 
 @pytest.mark.parametrize("content", ["{", '{"format_version": 1, "engines": [{}]}'])
