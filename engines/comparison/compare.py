@@ -11,6 +11,7 @@ from pathlib import Path
 
 from engines.comparison.audit import audit
 from engines.comparison.control import Control, control_dtype, judge
+from engines.comparison.network_meaning import TwinNetwork
 from engines.comparison.observers import GraphObserver, Observer, StepperObserver
 from engines.comparison.reference import Reference, make_reference
 from engines.comparison.results import BackendResult, CompareResult, TensorResult
@@ -121,6 +122,8 @@ class Comparer:
             comparisons, control = judge(expected, recordings[name], allowed, run_control)
             tensors = tuple(TensorResult.measure(c, expected, recordings[name]) for c in comparisons)
             results.append(BackendResult(name, descriptions[name], allowed, control, tensors))
+        if "interpreter" in backends:
+            results = self._with_meaning(results, recordings.get("eager"))
         results = self._audited(results)
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
@@ -161,6 +164,15 @@ class Comparer:
             exact = self.record_run(self._eager("fp32"))
         stepper = self._eager(control_dtype(self.bundle.manifest.dtype))
         return Control(exact, self.record_run(stepper), stepper.description)
+
+    def _with_meaning(self, results: list[BackendResult], exact: Recording | None) -> list[BackendResult]:
+        """Returns the results, with the answer of the float32 network in the interpreter's."""
+        self.say("run: interpreter, on the float32 network")
+        if exact is None:
+            exact = self.record_run(self._eager("fp32"))
+        network = TwinNetwork(self.bundle, self.weights, self.request.seed, self.request.parser, self.scratch)
+        meaning = network.meaning(exact, self.record_run)
+        return [replace(r, meaning=meaning) if r.backend == "interpreter" else r for r in results]
 
     # --- audit --------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engines.comparison.audit import BackendAudit
+from engines.comparison.network_meaning import NetworkMeaning
 from exporter.validation.comparison import Comparison
 from exporter.validation.recording import Recording
 from exporter.validation.tolerances import Tolerance
@@ -98,6 +99,7 @@ class BackendResult:
         control: description of the control that allowed more; None where none did.
         tensors: results for each tensor of each scenario.
         audit: audit of the candidate; None where it was not audited.
+        meaning: the network in float32 against the definition; None for other backends than the interpreter.
     """
 
     backend: str
@@ -106,9 +108,12 @@ class BackendResult:
     control: str | None
     tensors: tuple[TensorResult, ...]
     audit: BackendAudit | None = None
+    meaning: NetworkMeaning | None = None
 
     @property
     def passed(self) -> bool:
+        if self.meaning is not None and not self.meaning.passed:
+            return False
         return all(tensor.comparison.passed for tensor in self.tensors) and (self.audit is None or self.audit.passed)
 
 

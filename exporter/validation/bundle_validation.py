@@ -60,8 +60,8 @@ def validate_bundle(
     """Answers whether a bundle's graph means what the definition means, and what its dtype and format cost.
 
     The eager definition computes in float32 over the weights as the bundle stores them. Stored values are compared too:
-    the rotation tables with the geometry's, and the weights with their source, where that is given. The steppers run one after the
-    other, so that only one holds weights at a time.
+    the rotation tables with the geometry's, and the weights with their source, where that is given. The steppers run
+    one after the other, so that only one holds weights at a time.
 
     Args:
         bundle: an opened bundle.

@@ -64,6 +64,8 @@ class NetworkTrials:
     def __post_init__(self) -> None:
         self._twin = write_twin(Draft.read(self.good), Path(tempfile.mkdtemp(dir=self.scratch)))
         self._outputs = self._run_twin()
+        good = compare_bundle(self.good, REQUEST, weights=self.unit.weights)
+        assert good.passed, f"the network of {self.name}, which is good, does not pass"
 
     def _run_twin(self) -> Outputs:
         manifest = self.good.manifest
