@@ -156,8 +156,10 @@ class RuntimeCuda(Cuda):
                 self._call("cudaGraphDestroy", self._call("cudaStreamEndCapture", self.stream))
             raise
         captured = self._call("cudaStreamEndCapture", self.stream)
-        graph.executable = self._call("cudaGraphInstantiate", captured, 0)
-        self._call("cudaGraphDestroy", captured)
+        try:
+            graph.executable = self._call("cudaGraphInstantiate", captured, 0)
+        finally:
+            self._call("cudaGraphDestroy", captured)
         return graph
 
     def launch(self, graph: _Graph) -> None:

@@ -6,6 +6,7 @@ Past and present of a cache tensor have the same address.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,18 @@ from engines.library.tensorrt_logger import create_logger
 from engines.library.usable_engines import backend_of
 from engines.network.parsed import dtype_name
 from engines.network.profiles import largest_size
+from engines.running.contexts import Contexts
 from engines.running.cuda_graphs import CudaGraphs, graph_key, padded_to_bucket
 from engines.running.device_cache import DeviceCache, free_all
+from engines.running.runtime_cache import RuntimeCacheFile
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
-from exporter.common.errors import BackendError, BundleError, InputError
+from exporter.common.errors import BundleError, InputError
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL, Contract, TensorSpec
 from exporter.steppers.protocol import OnDevice, Stepper
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         max_batch, max_seq_len: largest number of sequences and of new tokens in a step that some profile takes.
         cache_capacity: cache rows per sequence that the engine was built for.
         cuda_graphs: whether decode steps are captured and replayed.
-        description: name and version of the backend, and the engine, for messages.
+        description: name and version of the backend, the engine, and whether CUDA graphs are on, for messages.
     """
 
     backend = "tensorrt"
@@ -57,10 +62,10 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     def __init__(self, bundle: Bundle, record: EngineRecord, trt: Any, cuda: Cuda, cuda_graphs: bool = True) -> None:
         self.contract = bundle.manifest.contract
         self.cache_capacity = record.decode_capacity()
-        self.cuda_graphs = cuda_graphs
-        graphs = f"CUDA graphs {'on' if cuda_graphs else 'off'}"
-        self.description = f"{record.backend} {record.version}, {record.file}, {graphs}"
+        self._name = f"{record.backend} {record.version}, {record.file}"
+        self._turn_graphs(cuda_graphs)
         self._trt, self._cuda = trt, cuda
+        self._makes_contexts: Contexts | None = None
         self._buffers: dict[str, int] = {}
         self._followed: set[str] = set()  # inputs that use a buffer of another part
         self._graphs = CudaGraphs(cuda)
@@ -88,12 +93,18 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         )
         for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
             self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
-        self._contexts = [self._new_context(index) for index in self._profiles]
+        cache_file = RuntimeCacheFile(bundle.folder, record) if record.backend == "tensorrt-rtx" else None
+        self._makes_contexts = Contexts(self._name, trt, self._engine, cuda, self._logger, cache_file)
+        self._contexts = [self._makes_contexts.new(index) for index in self._profiles]
 
     @property
     def graph_count(self) -> int:
         """The number of captured decode graphs."""
         return len(self._graphs)
+
+    def _turn_graphs(self, on: bool) -> None:
+        self.cuda_graphs = on
+        self.description = f"{self._name}, CUDA graphs {'on' if on else 'off'}"
 
     # --- setup ----------------------------------------------------------------------------------------------
 
@@ -122,16 +133,6 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         sizes = {BATCH: self.max_batch, SEQUENCE: self.max_seq_len, TOTAL: self.cache_capacity}
         n_bytes = math.prod(spec.shape(sizes)) * numpy_dtype(spec.dtype).itemsize
         return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    def _new_context(self, profile: int) -> Any:
-        context = self._engine.create_execution_context()
-        if context is None:
-            problem = "it cannot create an execution context"
-            raise BackendError(f"{self.description}: {problem}: {self._logger.reason()}")
-        if not context.set_optimization_profile_async(profile, self._cuda.stream):
-            raise BackendError(f"{self.description}: it refuses profile {profile}: {self._logger.reason()}")
-        self._cuda.synchronize()
-        return context
 
     def new_cache(self, n_rows: int, capacity: int) -> DeviceCache:
         if capacity != self.cache_capacity:
@@ -265,15 +266,29 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             raise RuntimeError(f"{self.description}: {call} failed: {self._logger.reason()}")
 
     def _replay(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
-        """Queues a decode step as a graph. The first step of a key runs without a graph, and then captures it."""
+        """Queues a decode step as a graph. The first step of a key runs without a graph, and then captures it.
+
+        A capture that fails does not fail the step, which has run before it. From then on steps run without graphs.
+        """
         key = graph_key(profile, shapes["attention_mask"], addresses)
         context = self._graphs.replay(key)
-        if context is None:
-            self._graphs.make_room()
-            context = self._new_context(profile)
-            self._enqueue(context, shapes, addresses)  # TensorRT's lazy setup must run outside of the capture
-            self._cuda.synchronize()
-            self._graphs.capture(key, context, partial(self._execute, context))
+        if context is not None:
+            return context
+        self._graphs.make_room()
+        contexts = self._makes_contexts
+        assert contexts is not None, "the engine is loaded"
+        context = contexts.new(profile, repeated=True)
+        self._enqueue(context, shapes, addresses)  # TensorRT's lazy setup must run outside of the capture
+        work = partial(self._execute, context)
+        if contexts.captures_itself:
+            self._graphs.keep(key, context, work)
+            return context
+        self._cuda.synchronize()
+        try:
+            self._graphs.capture(key, context, work)
+        except RuntimeError as error:
+            self._turn_graphs(False)
+            log.warning("%s: CUDA graphs go off, because a capture failed: %s; steps are slower", self._name, error)
         return context
 
     def free(self) -> None:
@@ -283,6 +298,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
             freeing.callback(free_all, self._cuda, own)
             freeing.callback(self._graphs.free)
+            if self._makes_contexts is not None:
+                contexts, self._makes_contexts = self._makes_contexts, None
+                contexts.save()
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:

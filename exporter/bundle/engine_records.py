@@ -78,6 +78,11 @@ class EngineRecord:
         return [{name: shapes["max"] for name, shapes in profile["ranges"].items()} for profile in self.profiles]
 
 
+def runtime_cache_name(engine_file: str) -> str:
+    """Returns the name of the file beside an engine in which TensorRT-RTX keeps kernels that it compiled."""
+    return f"{engine_file}.runtime_cache"
+
+
 RECORD_KEYS = tuple(field.name for field in fields(EngineRecord))
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter.bundle.bundle import ENGINES_FILE, REPORT_FILE
+from exporter.bundle.engine_records import runtime_cache_name
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE
 from exporter.common.documents import read_document
 from exporter.common.errors import InputError
@@ -92,6 +93,7 @@ def _engine_files(folder: Path) -> set[str]:
     try:
         data: Any = read_document(folder / ENGINES_FILE)
         names = [record[key] for record in data["engines"] for key in ("file", "graph_file")]
+        names += [runtime_cache_name(record["file"]) for record in data["engines"]]
         return {name for name in names if Path(name).name == name}
     except (OSError, ValueError, KeyError, TypeError):
         return set()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engines.library.cuda import ALIGNMENT_BYTES, Cuda
+from engines.library.cuda import ALIGNMENT_BYTES, Cuda, CudaError
 from engines.network.build_options import BuildOptions
 from engines.network.profiles import default_profiles
 from engines.running.tensorrt_stepper import TensorRTStepper
@@ -42,6 +42,7 @@ class CudaDouble(Cuda):
         self._next = 1 << 20
         self._queue: list = []
         self._recording: list | None = None
+        self.refuses_captures = False
         self.live_graphs = 0
         self.launches = 0
         self.closed = False
@@ -101,6 +102,8 @@ class CudaDouble(Cuda):
     def synchronize(self):
         if self.closed:
             raise ContractError("the stream is destroyed")
+        if self._recording is not None:
+            raise CudaError("cudaStreamSynchronize: cudaErrorStreamCaptureUnsupported")
         queue, self._queue = self._queue, []
         for work in queue:
             work()
@@ -108,10 +111,14 @@ class CudaDouble(Cuda):
     def capture(self, work):
         if self._recording is not None:
             raise ContractError("a capture inside a capture")
+        if self._queue:
+            raise ContractError("a capture while the step before it is still queued")
         graph = types.SimpleNamespace(work=[], alive=True)
         try:
             self._recording = graph.work
             work()
+            if self.refuses_captures:
+                raise CudaError("cudaStreamEndCapture: cudaErrorStreamCaptureInvalidated")
         finally:
             self._recording = None
         self.live_graphs += 1
@@ -135,6 +142,10 @@ class CudaDouble(Cuda):
 
     def close(self):
         self.closed = True
+
+    @property
+    def capturing(self) -> bool:
+        return self._recording is not None
 
     @property
     def allocations(self) -> int:
@@ -188,6 +199,10 @@ class ContextDouble:
         }
         return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in self._engine.specs[name].axes)
 
+    def may_run(self, shapes) -> bool:
+        """Whether this TensorRT runs the step now."""
+        return True
+
     def execute_async_v3(self, stream):
         engine = self._engine
         if stream != engine.cuda.stream:
@@ -199,6 +214,8 @@ class ContextDouble:
             if self._addresses[past] != self._addresses[present]:
                 raise ContractError(f"{present} is not at the address of {past}")
         shapes = {name: tuple(self.get_tensor_shape(name)) for name in engine.specs}
+        if not self.may_run(shapes):
+            return False
         engine.cuda._put(lambda shapes=shapes, addresses=dict(self._addresses): engine.compute(shapes, addresses))
         return True
 
@@ -261,11 +278,15 @@ class ILogger:
 
 
 def tensorrt_double(
-    bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper | None = None
+    bundle: Bundle,
+    record: EngineRecord,
+    cuda: CudaDouble,
+    stepper: Stepper | None = None,
+    engine_type: type[EngineDouble] = EngineDouble,
 ) -> types.SimpleNamespace:
     """A double of the `tensorrt` module. Its runtime loads only the engine of this bundle.
 
-    `stepper` computes the steps of the engine; the default is the eager stepper.
+    `stepper` computes the steps of the engine; the default is the eager stepper. `engine_type` is the kind of engine.
     """
     stepper = stepper or EagerStepper.from_bundle(bundle)
 
@@ -277,14 +298,16 @@ def tensorrt_double(
             if data != ENGINE:
                 self._logger.log(ILogger.ERROR, "not this engine")
                 return None
-            return EngineDouble(bundle, record, cuda, stepper)
+            return engine_type(bundle, record, cuda, stepper)
 
     return types.SimpleNamespace(
         __version__=record.version, ILogger=ILogger, Runtime=Runtime, TensorIOMode=TensorIOMode
     )
 
 
-def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len: int = 16) -> EngineRecord:
+def engine_record(
+    bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len: int = 16, backend: str = "tensorrt"
+) -> EngineRecord:
     """The record that a build writes for an engine of this bundle."""
     axes = {
         spec.name: tuple(capacity if axis == "cache_capacity" else axis for axis in spec.axes)
@@ -296,7 +319,7 @@ def engine_record(bundle: Bundle, capacity: int, max_batch: int = 4, max_seq_len
         size_bytes=len(ENGINE),
         sha256="0" * 64,
         graph_file="model.onnx",
-        backend="tensorrt",
+        backend=backend,
         version="10.15.0",
         compute_capability=None,
         portability="anywhere",
