@@ -27,6 +27,7 @@ class DeviceIO:
             takes_tokens: whether the inputs are token ids. These are always checked on the host.
         """
         self._stepper, self._output, self._takes_tokens = stepper, output, takes_tokens
+        self._returns_last = output.name == "logits"
 
     def take(self, x: Any) -> np.ndarray | DeviceTensor:
         """Returns a caller's input as a host array, or as hidden states that stay on the device.
@@ -44,26 +45,47 @@ class DeviceIO:
         tensor = self._stepper.import_tensor(x)
         return self._stepper.to_host(tensor) if self._takes_tokens else tensor
 
-    def check_rows(self, launches: Sequence[Launch], width: int) -> None:
+    @property
+    def max_seq_len(self) -> int | None:
+        """The most new tokens of a sequence that one launch takes; None means any number."""
+        return self._stepper.max_seq_len
+
+    def check_rows(
+        self, launches: Sequence[Launch], pieces: Sequence[Launch], seq_lens: Sequence[int], width: int
+    ) -> None:
         """Checks that the result of a step over rows can be one tensor on the device.
 
         Args:
-            launches: the launches of the step.
+            launches: the launches of the step, before they are cut into pieces.
+            pieces: the launches that run.
+            seq_lens: real tokens of each row.
             width: tokens of the widest row, padding included.
 
         Raises:
             InputError: the bundle returns logits of all tokens, or the rows do not run together at their full width.
         """
-        if self._output.name == "logits" and SEQUENCE in self._output.axes:
+        if self._returns_last and SEQUENCE in self._output.axes:
             raise InputError(
                 "device tensors: this bundle returns logits of all tokens, expected the last; "
                 "export it with logits='last'"
             )
-        if len(launches) > 1 or launches[0].width != width:
+        in_pieces = len(pieces) != len(launches) and not self._returns_last and len(set(seq_lens)) > 1
+        if len(launches) > 1 or launches[0].width != width or in_pieces:
             raise InputError(
                 "device tensors: this step needs its rows apart or trimmed, expected one run; "
                 "use slots, or trim x to its longest row"
             )
+
+    def joined(self, pieces: Sequence[Any]) -> Any:
+        """Returns a row's output from the outputs of its pieces, in order."""
+        return pieces[-1] if self._returns_last or len(pieces) == 1 else self.one_after_another(pieces)
+
+    def one_after_another(self, tensors: Sequence[Any]) -> Any:
+        """Returns one tensor with the tensors one after another along their first axis."""
+        if isinstance(tensors[0], np.ndarray):
+            return np.concatenate(tensors)
+        assert isinstance(self._stepper, OnDevice), "`take` refuses device tensors for other steppers"
+        return self._stepper.join(tensors)
 
     def run(self, feeds: Mapping[str, Any], cache: Any, first_row: int, on_device: bool) -> tuple[Any, np.ndarray]:
         """Runs one step; returns its output where the caller wants it, and in host memory."""

@@ -32,7 +32,7 @@ class Launcher:
         names: Mapping[int, str],
         on_device: bool,
     ) -> dict[int, Any]:
-        """Runs launches one after another.
+        """Runs launches one after another. The launches of a row come in the order of its tokens.
 
         Args:
             launches: which cache rows run together.
@@ -47,22 +47,23 @@ class Launcher:
         Raises:
             NumericalError: an output holds inf or NaN.
         """
-        outputs: dict[int, Any] = {}
+        outputs: dict[int, list] = {}
         for launch in launches:
-            batch = [sequences[row] for row in launch.rows]
+            batch = [_piece(sequences[row], launch) for row in launch.rows]
             seq_lens = [len(sequence) for sequence in batch]
             on_device_input = isinstance(batch[0], DeviceTensor)
             feeds = step_feeds(
                 self._input_name,
                 DeviceRows(batch, launch.width) if on_device_input else _right_padded(batch, launch.width),
-                np.array([past_lens[row] for row in launch.rows], np.int64),
+                np.array([past_lens[row] + launch.start for row in launch.rows], np.int64),
                 np.array(seq_lens, np.int64),
             )
             output, host_output = self._device_io.run(feeds, self._cache, launch.first, on_device)
             self._check_finite(host_output, launch, seq_lens, names)
             for index, row in enumerate(launch.rows):
-                outputs[row] = self._device_io.real_output(output, index, seq_lens[index])
-        return outputs
+                piece = self._device_io.real_output(output, index, seq_lens[index])
+                outputs.setdefault(row, []).append(piece)
+        return {row: self._device_io.joined(pieces) for row, pieces in outputs.items()}
 
     def _check_finite(self, output: np.ndarray, launch: Launch, seq_lens: list[int], names: Mapping[int, str]) -> None:
         """Checks the real tokens of a launch in a host copy of its output.
@@ -83,6 +84,14 @@ class Launcher:
                 f"find the layer and operation with `python -m engines compare {self._folder} --audit`, "
                 "or export with dtype bf16 or fp32"
             )
+
+
+def _piece(sequence: Any, launch: Launch) -> Any:
+    """Returns the tokens of a sequence that a launch takes."""
+    start, stop = launch.start, launch.start + launch.width
+    if start == 0 and len(sequence) <= stop:
+        return sequence
+    return sequence.elements(start, stop) if isinstance(sequence, DeviceTensor) else sequence[start:stop]
 
 
 def _right_padded(sequences: list[np.ndarray], width: int) -> np.ndarray:

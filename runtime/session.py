@@ -24,7 +24,7 @@ from runtime.device_io import DeviceIO, all_on_device
 from runtime.inputs import InputChecker
 from runtime.launching import Launcher
 from runtime.policy.full_cache import check_room
-from runtime.policy.launches import padded_launches, unpadded_launches
+from runtime.policy.launches import in_pieces, padded_launches, unpadded_launches
 from runtime.policy.memory_estimate import estimate_memory
 from runtime.policy.slots import SlotTable
 from runtime.state import SessionState, SlotState
@@ -167,7 +167,7 @@ class DecodeSession(TakesTurns):
 
     @in_turn
     def prefill(self, x: np.ndarray, lengths: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
-        """Appends T tokens (or fewer, by `lengths`) to each sequence.
+        """Appends T tokens (or fewer, by `lengths`) to each sequence, in pieces where an engine takes no larger steps.
 
         With TensorRT, x may be a CUDA tensor of any library with DLPack; the result is then one too.
 
@@ -224,16 +224,19 @@ class DecodeSession(TakesTurns):
         names = [f"sequence {row}" for row in range(batch)]
         check_room(dict(zip(names, zip(past_lens, seq_lens, strict=True), strict=True)), self.cache_capacity)
         launches = padded_launches(past_lens, seq_lens, self.cache_capacity)
+        pieces = in_pieces(launches, dict(enumerate(seq_lens)), self._device_io.max_seq_len)
         if on_device:
-            self._device_io.check_rows(launches, width)
+            self._device_io.check_rows(launches, pieces, seq_lens, width)
         total_lens = [past_len + seq_len for past_len, seq_len in zip(past_lens, seq_lens, strict=True)]
         with self._state.cleaned_where_it_fails(launches, past_lens):
             outputs = self._launcher.run(
-                launches, sequences, dict(enumerate(past_lens)), dict(enumerate(names)), on_device
+                pieces, sequences, dict(enumerate(past_lens)), dict(enumerate(names)), on_device
             )
             self._state.row_lengths = total_lens
-        if on_device:  # the rows are parts of one tensor
-            return outputs[0].whole(batch, *(outputs[0].shape if self._output.name == "logits" else x.shape[1:]))
+        if on_device:  # the rows of one launch are parts of one tensor
+            by_row = [outputs[row] for row in range(batch)]
+            first = by_row[0] if len(pieces) == 1 else self._device_io.one_after_another(by_row)
+            return first.whole(batch, *(outputs[0].shape if self._output.name == "logits" else x.shape[1:]))
         if self._output.name == "logits":
             return np.stack([outputs[row] for row in range(batch)])
         padded = np.zeros(x.shape, numpy_dtype(self._output.dtype))
@@ -355,9 +358,11 @@ class DecodeSession(TakesTurns):
         past_lens = {place.row: place.length for place in held.values()}
         names = {place.row: f"slot {slot}" for slot, place in held.items()}
         check_room({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
-        launches = unpadded_launches({row: len(x) for row, x in sequences.items()})
+        seq_lens = {row: len(x) for row, x in sequences.items()}
+        launches = unpadded_launches(seq_lens)
+        pieces = in_pieces(launches, seq_lens, self._device_io.max_seq_len)
         with self._state.cleaned_where_it_fails(launches, past_lens):
-            outputs = self._launcher.run(launches, sequences, past_lens, names, on_device)
+            outputs = self._launcher.run(pieces, sequences, past_lens, names, on_device)
             table.advance({slot: len(sequences[place.row]) for slot, place in held.items()})
         return {slot: outputs[place.row] for slot, place in held.items()}
 

@@ -108,6 +108,12 @@ class DeviceTensor:
         shape = self.shape[1:] if length is None else (length, *self.shape[2:])
         return DeviceTensor(self.address + index * stride, shape, self.dtype, self._memory, self._device)
 
+    def elements(self, start: int, stop: int) -> DeviceTensor:
+        """Returns elements start … stop − 1 of the first axis. They share the memory of the tensor."""
+        stride = int(np.prod(self.shape[1:])) * self.dtype.itemsize
+        shape = (min(stop, self.shape[0]) - start, *self.shape[1:])
+        return DeviceTensor(self.address + start * stride, shape, self.dtype, self._memory, self._device)
+
     def whole(self, *axes: int) -> DeviceTensor:
         """Returns the tensor with shape `axes` that begins at the same address. This tensor is the first part of it."""
         return DeviceTensor(self.address, axes, self.dtype, self._memory, self._device)

@@ -32,6 +32,8 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
         cache_capacity: cache rows per sequence, the same for every part.
     """
 
+    max_seq_len: int
+
     def __init__(self, contract: Contract, steppers: Sequence[TensorRTStepper]) -> None:
         super().__init__(contract, steppers)
         for previous, stepper in itertools.pairwise(steppers):
@@ -51,6 +53,9 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
 
     def to_host(self, tensor: DeviceTensor) -> np.ndarray:
         return self.steppers[-1].to_host(tensor)
+
+    def join(self, tensors: Sequence[DeviceTensor]) -> DeviceTensor:
+        return self.steppers[-1].join(tensors)
 
     def run_on_device(self, feeds: Mapping[str, Any], cache: PartsCache, first_row: int = 0) -> dict[str, DeviceTensor]:
         return self.steppers[-1].run_on_device(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)

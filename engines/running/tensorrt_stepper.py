@@ -58,6 +58,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     """
 
     backend = "tensorrt"
+    max_seq_len: int
 
     def __init__(self, bundle: Bundle, record: EngineRecord, trt: Any, cuda: Cuda, cuda_graphs: bool = True) -> None:
         self.contract = bundle.manifest.contract
@@ -164,6 +165,17 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             self._cuda.copy(address, self._buffers[name], n_bytes, n_bytes, 1)
         self._cuda.synchronize()
         return outputs
+
+    def join(self, tensors: Sequence[DeviceTensor]) -> DeviceTensor:
+        n_bytes, first = sum(tensor.nbytes for tensor in tensors), tensors[0]
+        address = self._cuda.allocate(n_bytes)
+        shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
+        joined = DeviceTensor.owning(address, shape, first.dtype, partial(self._cuda.free, address))
+        for tensor in tensors:
+            self._cuda.copy(address, tensor.address, tensor.nbytes, tensor.nbytes, 1)
+            address += tensor.nbytes
+        self._cuda.synchronize()
+        return joined
 
     def pass_on(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int = 0) -> PassedOn:
         _, shape = self._step(feeds, cache, first_row)["hidden_states_out"]

@@ -6,7 +6,7 @@ A stepper does not check its feeds. The runtime checks before each step that the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -96,6 +96,10 @@ class OnDevice(ABC):
         Each output is in device memory of its own.
         """
 
+    @abstractmethod
+    def join(self, tensors: Sequence[Any]) -> Any:
+        """Returns a new tensor on the device with the tensors one after another along their first axis."""
+
 
 OwnCache = TypeVar("OwnCache", bound=Cache)
 
@@ -107,11 +111,13 @@ class Stepper(ABC, Generic[OwnCache]):
         backend: "eager", "onnxruntime", "tensorrt" or "interpreter".
         description: backend, version and device in words.
         contract: inputs and outputs of the graph.
+        max_seq_len: the most new tokens of a sequence that one step takes; None means any number.
     """
 
     backend: str
     description: str
     contract: Contract
+    max_seq_len: int | None = None
 
     @abstractmethod
     def new_cache(self, n_rows: int, capacity: int) -> OwnCache:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One run of the graph over the neighbouring cache rows first … stop − 1, right-padded to `width` tokens."""
+    """One run of the graph over the neighbouring cache rows first … stop − 1, right-padded to `width` tokens.
+
+    It takes tokens `start` … `start` + `width` − 1 of each row's new tokens.
+    """
 
     first: int
     stop: int
     width: int
+    start: int = 0
 
     @property
     def rows(self) -> range:
@@ -60,3 +64,36 @@ def unpadded_launches(seq_lens: Mapping[int, int]) -> list[Launch]:
         else:
             launches.append(Launch(row, row + 1, seq_lens[row]))
     return launches
+
+
+def in_pieces(launches: Sequence[Launch], seq_lens: Mapping[int, int], largest: int | None) -> list[Launch]:
+    """Returns launches of at most `largest` tokens, which write what the given launches write or less.
+
+    The pieces of a row come in the order of its tokens. A row whose tokens have ended takes no part in later pieces.
+
+    Args:
+        launches: the launches of a step.
+        seq_lens: cache row → its new tokens.
+        largest: the most tokens of a row that one run of the graph takes; None means any number.
+    """
+    pieces: list[Launch] = []
+    for launch in launches:
+        if largest is None or launch.width <= largest:
+            pieces.append(launch)
+            continue
+        for start in range(0, launch.width, largest):
+            left = {row: min(seq_lens[row] - start, largest) for row in launch.rows if seq_lens[row] > start}
+            for first, stop in _neighbours(left):
+                pieces.append(Launch(first, stop, max(left[row] for row in range(first, stop)), start))
+    return pieces
+
+
+def _neighbours(rows: Iterable[int]) -> list[tuple[int, int]]:
+    """Returns the runs first … stop − 1 of neighbours among rows in ascending order."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and runs[-1][1] == row:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs

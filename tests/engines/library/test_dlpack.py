@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engines.library.dlpack import CPU, CUDA, DeviceTensor, _exported, import_tensor, is_device_tensor
+from engines.library.dlpack import CPU, DeviceTensor, _exported, import_tensor, is_device_tensor
 from exporter.common.errors import InputError, NumericalError
 from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.engines.running.test_tensorrt_stepper import CAPACITY, engine, session_of, tokens  # noqa: F401 - engine is a fixture
+from tests.support.device_tensors import Foreign, from_device, on_device
 
 
 def host_tensor(array: np.ndarray, memory=None) -> DeviceTensor:
@@ -33,25 +34,19 @@ def test_torch_takes_our_bfloat16():
     assert torch.from_dlpack(host_tensor(array)).tolist() == [1.5, -2.0]
 
 
-class Foreign:
-    """A tensor of another library, which has only the methods of DLPack."""
-
-    def __init__(self, inner, device=None):
-        self._inner, self._device = inner, device
-
-    def __dlpack_device__(self):
-        return self._device or self._inner.__dlpack_device__()
-
-    def __dlpack__(self, *, stream=None):
-        return self._inner.__dlpack__()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.int32])
 def test_we_take_what_torch_exports_without_a_copy(dtype):
     tensor = torch.arange(6).to(dtype).reshape(2, 3)
     taken = import_tensor(Foreign(tensor), 0)
     assert (taken.address, taken.shape, taken.dtype.itemsize) == (tensor.data_ptr(), (2, 3), tensor.itemsize)
     assert taken.part(1).address == tensor[1].data_ptr() and taken.part(1, 2).shape == (2,)
+
+
+def test_a_tensor_of_another_device_is_refused():
+    elsewhere = Foreign(torch.zeros(2), (2, 1))
+    with pytest.raises(InputError, match="got one on CUDA device 1, expected one on device 0, where the engine is"):
+        import_tensor(elsewhere, 0)
+    assert import_tensor(elsewhere, 0, device=1).shape == (2,)
 
 
 def test_a_tensor_with_gaps_is_refused_and_one_with_odd_strides_of_length_one_is_not():
@@ -91,17 +86,6 @@ def test_host_arrays_are_no_device_tensors():
 
 
 # --- sessions -----------------------------------------------------------------------------------------------
-
-
-def on_device(cuda, array: np.ndarray) -> Foreign:
-    """The array in the double's device memory, as a tensor of another library."""
-    address = cuda.allocate(array.nbytes)
-    cuda.view(address, array.nbytes)[:] = np.frombuffer(array.tobytes(), np.uint8)
-    return Foreign(DeviceTensor(address, array.shape, array.dtype, None, CUDA))
-
-
-def from_device(cuda, tensor: DeviceTensor) -> np.ndarray:
-    return cuda.view(tensor.address, tensor.nbytes).view(tensor.dtype).reshape(tensor.shape).copy()
 
 
 def states(batch, width, seed=0):

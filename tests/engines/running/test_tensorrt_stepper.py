@@ -141,13 +141,23 @@ def test_the_oldest_graph_goes_when_there_are_too_many(engine, monkeypatch):
 
 
 def test_shapes_outside_the_profiles_are_refused_with_the_range_and_then_it_goes_on(engine):
-    with session_of(engine(max_seq_len=8)) as session:
-        expected = session.prefill(tokens(2, 8))
-        session.reset()
-        with pytest.raises(InputError, match=r"input_ids: got shape \[2, 9\], expected .*\[1, 1\] to \[4, 8\]"):
-            session.prefill(tokens(2, 9))
-        assert session.lengths.tolist() == []
-        np.testing.assert_array_equal(session.prefill(tokens(2, 8)), expected)
+    _, stepper, _ = engine(max_seq_len=8)
+    cache = stepper.new_cache(2, CAPACITY)
+
+    def step(width):
+        feeds = step_feeds("input_ids", tokens(2, width), np.zeros(2, np.int64), np.full(2, width))
+        return stepper.run(feeds, cache)["logits"]
+
+    expected = step(8)
+    with pytest.raises(InputError, match=r"input_ids: got shape \[2, 9\], expected .*\[1, 1\] to \[4, 8\]"):
+        step(9)
+    np.testing.assert_array_equal(step(8), expected)
+
+
+def test_a_prompt_longer_than_the_largest_step_runs_in_pieces(engine):
+    with session_of(engine(max_seq_len=8)) as session, session_of(engine(max_seq_len=CAPACITY)) as whole:
+        np.testing.assert_allclose(session.prefill(tokens(2, 19)), whole.prefill(tokens(2, 19)), atol=1e-5)
+        assert session.lengths.tolist() == [19, 19]
 
 
 def with_largest(record: EngineRecord, profile: int, name: str, largest: list[int]) -> EngineRecord:

@@ -9,7 +9,7 @@ import pytest
 
 from exporter.common.errors import InputError
 from runtime.policy.full_cache import check_room
-from runtime.policy.launches import Launch, padded_launches, unpadded_launches
+from runtime.policy.launches import Launch, in_pieces, padded_launches, unpadded_launches
 
 
 def test_launches_join_neighbours_and_split_only_where_padding_would_overflow():
@@ -76,3 +76,29 @@ def test_the_first_sequence_without_room_is_named_and_a_full_cache_is_room_enoug
         InputError, match=r"b holds 7 of 8 tokens and was asked for 2 more.* cache_capacity of at least 9"
     ):
         check_room({"a": (0, 8), "b": (7, 2), "c": (8, 1)}, 8)
+
+
+def test_pieces_are_no_wider_than_the_largest_step_and_rows_that_have_ended_take_no_part():
+    whole = [Launch(0, 3, 7), Launch(3, 4, 2)]
+    lengths = {0: 7, 1: 2, 2: 5, 3: 2}
+    assert in_pieces(whole, lengths, None) == in_pieces(whole, lengths, 7) == whole
+    assert in_pieces(whole, lengths, 3) == [
+        *(Launch(0, 3, 3, 0), Launch(0, 1, 3, 3), Launch(2, 3, 2, 3), Launch(0, 1, 1, 6)),
+        Launch(3, 4, 2),
+    ]
+
+
+def test_pieces_cover_every_token_once_and_write_no_more_than_their_launch():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        capacity = int(rng.integers(1, 20))
+        past = rng.integers(0, capacity, rng.integers(1, 6))
+        new = [int(rng.integers(1, capacity - p + 1)) for p in past]
+        launches, largest = padded_launches(past.tolist(), new, capacity), int(rng.integers(1, 6))
+        covered = {row: [] for row in range(len(new))}
+        for piece in in_pieces(launches, dict(enumerate(new)), largest):
+            assert piece.width <= largest
+            for row in piece.rows:
+                assert past[row] + piece.start + piece.width <= capacity
+                covered[row] += range(piece.start, min(piece.start + piece.width, new[row]))
+        assert covered == {row: list(range(length)) for row, length in enumerate(new)}
