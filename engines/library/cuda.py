@@ -24,13 +24,22 @@ class CudaError(RuntimeError):
 
 
 class Cuda(ABC):
-    """Device 0 and one stream. Addresses are integers. Copies and fills are queued on the stream, in order.
+    """One device and one stream. Addresses are integers. Copies and fills are queued on the stream, in order.
+
+    The current device belongs to a thread, and any library may change it. Every call but `use_device` needs this device
+    as the current one.
 
     Attributes:
         stream: handle of the stream, for TensorRT.
+        device: index of the device.
     """
 
     stream: int
+    device: int
+
+    @abstractmethod
+    def use_device(self) -> None:
+        """Makes the device the current one of this thread. What a caller may call begins with this, once."""
 
     @abstractmethod
     def allocate(self, n_bytes: int) -> int:
@@ -98,16 +107,25 @@ class RuntimeCuda(Cuda):
         BackendError: cuda-python is not installed, or there is no usable device.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
+        """Makes a stream. It does not wait for the default stream, whose work would make a capture fail.
+
+        Args:
+            device: index of the device.
+        """
         try:
             from cuda.bindings import runtime
         except ImportError:
             raise BackendError(f"backend tensorrt: cuda-python is not installed; run {INSTALL['tensorrt']}") from None
-        self._runtime = runtime
+        self._runtime, self.device = runtime, device
         try:
-            self.stream = int(self._call("cudaStreamCreate"))
+            self.use_device()
+            self.stream = int(self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
         except CudaError as error:
             raise BackendError(f"backend tensorrt: no usable GPU ({error})") from None
+
+    def use_device(self) -> None:
+        self._call("cudaSetDevice", self.device)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *results = getattr(self._runtime, name)(*arguments)

@@ -154,14 +154,25 @@ def is_device_tensor(x: Any) -> bool:
     return device is not None and int(device()[0]) == CUDA
 
 
-def import_tensor(x: Any, stream: int) -> DeviceTensor:
+def import_tensor(x: Any, stream: int, device: int = 0) -> DeviceTensor:
     """Takes a CUDA tensor from another library without a copy. `stream` waits for what the producer has queued.
 
+    Args:
+        x: the tensor.
+        stream: handle of the stream that reads it.
+        device: index of the device that reads it.
+
     Raises:
-        InputError: the tensor is not contiguous, or no graph takes its dtype.
+        InputError: the tensor is on another device, it is not contiguous, or no graph takes its dtype.
     """
     if isinstance(x, DeviceTensor):
         return x
+    place = int(x.__dlpack_device__()[1])
+    if place != device:
+        raise InputError(
+            f"device tensor: got one on CUDA device {place}, expected one on device {device}, where the engine is; "
+            "copy it there"
+        )
     capsule = x.__dlpack__(stream=stream)
     managed = _DLManagedTensor.from_address(_api.PyCapsule_GetPointer(capsule, _NAME))
     _api.PyCapsule_SetName(capsule, _USED_NAME)

@@ -28,11 +28,8 @@ def graph_key(profile: int, mask_shape: tuple[int, ...], addresses: Sequence[int
 
 
 def padded_to_bucket(mask: np.ndarray, longest: int) -> np.ndarray:
-    """Pads a mask [B, L] with zeros to the next multiple of GRAPH_BUCKET, at most to the longest that the engine takes.
-
-    A mask that is longer already stays as it is.
-    """
-    length = max(min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, longest), mask.shape[1])
+    """Pads a mask [B, L] with zeros to the next multiple of GRAPH_BUCKET, at most to the longest of the profile."""
+    length = min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, longest)
     return np.ascontiguousarray(np.pad(mask, ((0, 0), (0, length - mask.shape[1]))))
 
 

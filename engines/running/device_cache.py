@@ -27,6 +27,7 @@ class DeviceCache(Cache):
         self.n_rows, self.capacity = n_rows, capacity
         self._cuda, self._specs = cuda, specs
         self.addresses: list[int] = []
+        cuda.use_device()
         try:
             for spec in specs:
                 self.addresses.append(cuda.allocate(n_rows * self._row_bytes(spec)))
@@ -51,6 +52,7 @@ class DeviceCache(Cache):
     def zero(self, row: int, start: int, stop: int) -> None:
         if stop <= start:
             return
+        self._cuda.use_device()
         for address, spec in zip(self.row_addresses(row), self._specs, strict=True):
             token, n_heads = self._token_bytes(spec), self._row_shape(spec)[0]
             self._cuda.zero(address + start * token, self.capacity * token, (stop - start) * token, n_heads)
@@ -59,12 +61,14 @@ class DeviceCache(Cache):
     def copy(self, source: int, destination: int, length: int) -> None:
         if length == 0:
             return
+        self._cuda.use_device()
         for to, at, spec in zip(self.row_addresses(destination), self.row_addresses(source), self._specs, strict=True):
             token = self._token_bytes(spec)
             self._cuda.copy(to, at, self.capacity * token, length * token, self._row_shape(spec)[0])
         self._cuda.synchronize()
 
     def read(self, row: int, length: int) -> list[np.ndarray]:
+        self._cuda.use_device()
         whole = [np.empty(self._row_shape(spec), numpy_dtype(spec.dtype)) for spec in self._specs]
         for array, address in zip(whole, self.row_addresses(row), strict=True):
             self._cuda.download(array, address)
@@ -79,6 +83,7 @@ class DeviceCache(Cache):
         self._cuda.synchronize()
 
     def free(self) -> None:
+        self._cuda.use_device()
         free_all(self._cuda, self.addresses)
 
 

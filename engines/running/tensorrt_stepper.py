@@ -80,6 +80,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
     def _load(self, bundle: Bundle, record: EngineRecord) -> None:
         """Loads the engine, and makes its buffers and contexts."""
         trt, cuda = self._trt, self._cuda
+        cuda.use_device()
         self._runtime = trt.Runtime(self._logger)
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
@@ -89,8 +90,8 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._profiles = range(self._engine.num_optimization_profiles)
         self._ranges = [self._profile_ranges(index) for index in self._profiles]
         maxima = [{name: r[2] for name, r in ranges.items()} for ranges in self._ranges]
-        self.max_batch, self.max_seq_len, self._longest = (
-            largest_size(axis, self.contract.inputs, maxima) for axis in (BATCH, SEQUENCE, TOTAL)
+        self.max_batch, self.max_seq_len = (
+            largest_size(axis, self.contract.inputs, maxima) for axis in (BATCH, SEQUENCE)
         )
         for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
             self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
@@ -161,16 +162,17 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         for name, (dtype, shape) in self._step(feeds, cache, first_row).items():
             n_bytes = math.prod(shape) * dtype.itemsize
             address = self._cuda.allocate(n_bytes)
-            outputs[name] = DeviceTensor.owning(address, shape, dtype, partial(self._cuda.free, address))
+            outputs[name] = DeviceTensor.owning(address, shape, dtype, partial(_release, self._cuda, address))
             self._cuda.copy(address, self._buffers[name], n_bytes, n_bytes, 1)
         self._cuda.synchronize()
         return outputs
 
     def join(self, tensors: Sequence[DeviceTensor]) -> DeviceTensor:
+        self._cuda.use_device()
         n_bytes, first = sum(tensor.nbytes for tensor in tensors), tensors[0]
         address = self._cuda.allocate(n_bytes)
         shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
-        joined = DeviceTensor.owning(address, shape, first.dtype, partial(self._cuda.free, address))
+        joined = DeviceTensor.owning(address, shape, first.dtype, partial(_release, self._cuda, address))
         for tensor in tensors:
             self._cuda.copy(address, tensor.address, tensor.nbytes, tensor.nbytes, 1)
             address += tensor.nbytes
@@ -188,9 +190,11 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._followed.add("hidden_states")
 
     def import_tensor(self, x: Any) -> DeviceTensor:
-        return import_tensor(x, self._cuda.stream)
+        self._cuda.use_device()
+        return import_tensor(x, self._cuda.stream, self._cuda.device)
 
     def to_host(self, tensor: DeviceTensor) -> np.ndarray:
+        self._cuda.use_device()
         array = np.empty(tensor.shape, tensor.dtype)
         self._cuda.download(array, tensor.address)
         self._cuda.synchronize()
@@ -200,11 +204,13 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int
     ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """Queues a step. Returns dtype and shape of each output, which is in its buffer when the stream is done."""
+        self._cuda.use_device()
         inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
         batch, seq_len = inputs["position_ids"].shape
-        captured = self.cuda_graphs and seq_len == 1
-        if captured:
-            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], self._longest)
+        longest = self._longest_decode(inputs["attention_mask"].shape) if self.cuda_graphs and seq_len == 1 else None
+        captured = longest is not None
+        if longest is not None:
+            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], longest)
         shapes = {name: array.shape for name, array in inputs.items()}
         for spec in self.contract.cache_specs:
             shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})
@@ -222,6 +228,14 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name)))
             for spec in self.contract.step_outputs
         }
+
+    def _longest_decode(self, mask_shape: tuple[int, ...]) -> int | None:
+        """Returns the longest mask of the first profile that takes a step of one token with this mask, or None."""
+        tokens = (mask_shape[0], 1)
+        for ranges in self._ranges:
+            if _inside(tokens, ranges["position_ids"]) and _inside(mask_shape, ranges["attention_mask"]):
+                return ranges["attention_mask"][2][1]
+        return None
 
     def _fill_buffer(self, name: str, x: Any) -> None:
         """Queues what brings an input into its buffer."""
@@ -305,6 +319,7 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
 
     def free(self) -> None:
         """Frees everything except the stream, which other parts may use. Continues where one thing raises."""
+        self._cuda.use_device()
         with contextlib.ExitStack() as freeing:
             own = [address for name, address in self._buffers.items() if name not in self._followed]
             self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
@@ -334,6 +349,12 @@ def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
     if aliases and aliases != pairs:
         raise BundleError(f"engine: it aliases {aliases}, the manifest says {pairs}; build again")
     return pairs
+
+
+def _release(cuda: Cuda, address: int) -> None:
+    """Frees a tensor that left the engine. Its last reference may go in any thread."""
+    cuda.use_device()
+    cuda.free(address)
 
 
 def _contiguous(x: np.ndarray | DeviceRows | PassedOn, spec: TensorSpec) -> np.ndarray | DeviceRows | PassedOn:

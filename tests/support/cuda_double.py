@@ -37,7 +37,8 @@ class CudaDouble(Cuda):
     """Device memory made of host arrays, and a stream made of a list of functions."""
 
     def __init__(self):
-        self.stream = 7
+        self.stream, self.device = 7, 0
+        self.current_device = 0  # another library may change it between two calls
         self._memory: dict[int, np.ndarray] = {}
         self._next = 1 << 20
         self._queue: list = []
@@ -47,7 +48,15 @@ class CudaDouble(Cuda):
         self.launches = 0
         self.closed = False
 
+    def use_device(self):
+        self.current_device = self.device
+
+    def _check_device(self):
+        if self.current_device != self.device:
+            raise ContractError(f"device {self.current_device} is current, and the memory is on {self.device}")
+
     def allocate(self, n_bytes):
+        self._check_device()
         if n_bytes <= 0:
             raise ContractError(f"cudaMalloc of {n_bytes} bytes")
         address = self._next
@@ -56,6 +65,7 @@ class CudaDouble(Cuda):
         return address
 
     def free(self, address):
+        self._check_device()
         if self._queue:
             raise ContractError("memory freed while work is queued that may use it")
         if self._memory.pop(address, None) is None:
@@ -69,6 +79,7 @@ class CudaDouble(Cuda):
         raise ContractError(f"access to {n_bytes} bytes at {address:#x}, which is not (or no longer) allocated")
 
     def _put(self, work):
+        self._check_device()
         if self.closed:
             raise ContractError("the stream is destroyed")
         (self._queue if self._recording is None else self._recording).append(work)
@@ -100,6 +111,7 @@ class CudaDouble(Cuda):
         )
 
     def synchronize(self):
+        self._check_device()
         if self.closed:
             raise ContractError("the stream is destroyed")
         if self._recording is not None:
@@ -109,6 +121,7 @@ class CudaDouble(Cuda):
             work()
 
     def capture(self, work):
+        self._check_device()
         if self._recording is not None:
             raise ContractError("a capture inside a capture")
         if self._queue:

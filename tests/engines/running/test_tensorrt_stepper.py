@@ -23,6 +23,7 @@ from exporter.validation.recording import record_run as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
 from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, EngineDouble, engine_record, tensorrt_double
+from tests.support.device_tensors import on_device
 
 CAPACITY = 32
 
@@ -289,6 +290,46 @@ def test_without_a_gpu_tensorrt_is_refused_by_name_and_auto_takes_onnxruntime(en
         DecodeSession.open(bundle.folder, backend="tensorrt")
     with DecodeSession.open(bundle.folder, backend="auto") as session:
         assert session.backend == "onnxruntime"
+
+
+def test_a_mask_is_padded_at_most_to_the_longest_of_the_profile_that_takes_one_token(engine):
+    bundle, _, cuda = engine()
+    record = engine_record(bundle, CAPACITY)
+    for profile in record.profiles:  # as from explicit shapes: shorter than the capacity
+        profile["ranges"]["attention_mask"]["max"] = [4, 20]
+    record.profiles[1]["ranges"]["attention_mask"]["max"] = [4, 28]
+    stepper = TensorRTStepper(bundle, record, tensorrt_double(bundle, record, cuda), cuda)
+    cache = stepper.new_cache(2, CAPACITY)
+    for past in range(30):
+        if past == 28:
+            with pytest.raises(InputError, match=r"attention_mask: got shape \[2, 29\], expected"):
+                stepper.run(step_feeds("input_ids", tokens(2, 1), np.full(2, past), np.ones(2, np.int64)), cache)
+            break
+        stepper.run(step_feeds("input_ids", tokens(2, 1), np.full(2, past), np.ones(2, np.int64)), cache)
+    assert (stepper.graph_count, cuda.launches) == (2, 26)  # one graph for each of the two profiles
+
+
+def test_every_public_call_uses_its_own_device_whatever_another_library_has_made_current(engine):
+    made = engine("block")
+    cuda, x = made[2], np.ones((1, 3, TINY.hidden_size), np.float32)
+
+    def elsewhere(call, *arguments):
+        cuda.current_device = 1
+        return call(*arguments)
+
+    session = session_of(made)
+    elsewhere(session.prefill, x)
+    elsewhere(session.decode, x[:, :1])
+    elsewhere(session.reset)
+    slot = elsewhere(session.acquire)
+    elsewhere(session.step, {slot: x[0]})
+    elsewhere(session.fork, slot)
+    elsewhere(session.import_slot, elsewhere(session.export_slot, slot))
+    on_the_device = elsewhere(session.step, {slot: on_device(cuda, x[0])})
+    elsewhere(session.release, slot)
+    elsewhere(session.close)
+    elsewhere(on_the_device.clear)
+    assert cuda.allocations == 1  # the caller's own tensor
 
 
 # --- the doubles find misuse -------------------------------------------------------
