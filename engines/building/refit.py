@@ -28,11 +28,14 @@ log = logging.getLogger(__name__)
 def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> EngineRecord:
     """Refits an engine from the bundle's graph and weights, and replaces its file.
 
-    The graph must be the one that the engine was built from. The weights may be others.
+    The graph must be the one that the engine was built from. The weights may be others where the engine was built with
+    `refit`. An engine with `strip_plan` alone takes the weights that it was built with: TensorRT may have folded them
+    into others, and gives wrong results with new ones without a word.
 
     Raises:
         BundleError: the engine was not built to be refitted, is not usable here, is not the file that was built, or was
-            built from another graph; or a file of the bundle is not the one in its manifest, or changed meanwhile.
+            built from another graph or, without `refit`, from other weights; or a file of the bundle is not the one in
+            its manifest, or changed meanwhile.
         CheckFailed: TensorRT could not refit it; the old file is as before.
     """
     if not record.options.get("refit") and not record.options.get("strip_plan"):
@@ -42,6 +45,10 @@ def refit_bundle(bundle: Bundle, backend: Backend, record: EngineRecord) -> Engi
     if record.lineage.get(GRAPH_FILE) != bundle.lineage[GRAPH_FILE]:
         problem = "the graph changed since it was built, and a refit replaces only weights"
         raise BundleError(f"engine {record.file}: {problem}; build again")
+    if not record.options["refit"] and record.lineage != bundle.lineage:
+        problem = "it was built with strip_plan=True alone, which takes back only the weights it was built with"
+        fix = "they changed; build again, with refit=True too for other weights"
+        raise BundleError(f"engine {record.file}: {problem}; {fix}")
     check_runnable(record, backend.name, backend.version, visible_gpus())
     check_writable(bundle.folder / ENGINES_FILE, own=True)
     origin = Origin.of_bundle(bundle)
@@ -94,5 +101,8 @@ def _refitted(bundle: Bundle, backend: Backend, record: EngineRecord) -> memoryv
     if not good:
         raise CheckFailed(f"engine {record.file}: {backend} could not refit it: {logger.reason()}")
     config = engine.create_serialization_config()
-    config.clear_flag(trt.SerializationFlag.EXCLUDE_WEIGHTS)
+    flags = trt.SerializationFlag
+    config.clear_flag(flags.EXCLUDE_WEIGHTS)
+    if record.options["refit"] and hasattr(flags, "INCLUDE_REFIT"):  # without it, the new engine takes no second refit
+        config.set_flag(flags.INCLUDE_REFIT)
     return memoryview(engine.serialize_with_config(config))
