@@ -9,6 +9,7 @@ import pytest
 import benchmarks.own.gpu_check as gpu_check
 from engines.library.gpu import Gpu, visible_gpus
 from engines.running.tensorrt_stepper import TensorRTStepper
+from exporter.common.errors import BackendError
 from tests.conftest import TINY
 from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
@@ -33,6 +34,32 @@ def test_without_a_gpu_every_check_is_skipped_by_name_and_a_record_is_written(in
     assert {row["state"] for row in record["rows"]} == {"skipped"} and len(record["rows"]) == 12
     assert all(row["detail"] for row in record["rows"])
     assert "tensorrt-rtx: CUDA graphs" in capsys.readouterr().err
+
+
+def rows_on_a_gpu(monkeypatch, *rows):
+    """The exit code of gpu-check on a machine with a GPU, whose rows are these."""
+    monkeypatch.setattr(gpu_check, "visible_gpus", lambda: [Gpu("a double", "9.0")])
+    monkeypatch.setattr(gpu_check, "run_checks", lambda: ([gpu_check.Row(*row) for row in rows], {}))
+    return gpu_check.main([])
+
+
+def test_a_gpu_on_which_nothing_passed_is_a_failure(in_folder, monkeypatch, capsys):
+    skipped, passed, failed = (("a", state, "why") for state in ("skipped", "passed", "FAILED"))
+    assert rows_on_a_gpu(monkeypatch, skipped, skipped) == 1
+    assert "no check passed" in capsys.readouterr().err
+    assert rows_on_a_gpu(monkeypatch, skipped, passed) == 0
+    assert rows_on_a_gpu(monkeypatch, passed, failed) == 1
+
+
+def test_only_what_is_not_installed_is_skipped(monkeypatch):
+    def broken():
+        raise BackendError("backend tensorrt: it is installed and does not load")
+
+    monkeypatch.setitem(gpu_check.MODULES, "tensorrt", "a_module_that_is_not_there")
+    row = gpu_check.run_row("parity", gpu_check.installed("tensorrt", broken))
+    assert row.state == "skipped" and "pip install" in row.detail
+    monkeypatch.setitem(gpu_check.MODULES, "tensorrt", "json")
+    assert gpu_check.run_row("parity", gpu_check.installed("tensorrt", broken)).state == "FAILED"
 
 
 @pytest.fixture
@@ -75,6 +102,29 @@ def test_the_speed_row_has_every_batch_and_past_length(over_doubles):
     row = gpu_check.run_row("speed", over_doubles.speed)
     assert row.state == "passed", row.detail
     assert [(f["batch"], f["past_len"]) for f in over_doubles.figures["decode"]] == [(1, 10), (1, 50), (2, 10), (2, 50)]
+
+
+def test_speed_is_measured_on_random_data(over_doubles, monkeypatch):
+    run, zeros = TensorRTStepper.run, []
+
+    def looked_at(self, feeds, cache, first_row=0):
+        past = feeds["write_indices"].max()
+        zeros.append(
+            not feeds["hidden_states"].all() or (past and not cache.read(0, int(past))[0].any(axis=(0, 2)).all())
+        )
+        return run(self, feeds, cache, first_row)
+
+    monkeypatch.setattr(TensorRTStepper, "run", looked_at)
+    over_doubles.speed()
+    assert zeros and not any(zeros)
+
+
+def test_graphs_that_went_off_fail_their_row(over_doubles, monkeypatch):
+    refusing = CudaDouble()
+    refusing.refuses_captures = True
+    monkeypatch.setattr(gpu_check, "RuntimeCuda", lambda: refusing)
+    row = gpu_check.run_row("graphs", over_doubles.graphs)
+    assert row.state == "FAILED" and "a capture failed" in row.detail
 
 
 def test_a_wrong_engine_fails_its_parity_row(over_doubles, monkeypatch):
