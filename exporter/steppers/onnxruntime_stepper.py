@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _FLOAT32_PRODUCTS, _INTEGER_PRODUCTS = "1", "4"  # onnxruntime's accuracy levels of products with weights in integers
 DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 DTYPES_WITHOUT_CPU_KERNELS = ("bf16",)
+CUDA_LIBRARIES = "pip install 'onnxruntime-gpu[cuda,cudnn]'"
 
 
 class CudaCache(Cache):
@@ -99,7 +102,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
         if started != provider:
             raise BackendError(
                 f"onnxruntime: got provider {provider}, which does not start; {started} would run instead; "
-                f"install the libraries and the driver of {provider}, or use CPUExecutionProvider"
+                f"install its libraries ({CUDA_LIBRARIES}) and a driver for them, or use CPUExecutionProvider"
             )
         self.contract = contract
         self.description = f"onnxruntime {onnxruntime.__version__} on {provider}" + (
@@ -200,6 +203,8 @@ def open_session(
     Raises:
         BundleError: onnxruntime refuses the graph.
     """
+    if provider == "CUDAExecutionProvider":
+        _load_cuda_libraries()
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.enable_mem_pattern = False  # it keeps a memory plan for every distinct set of input shapes, for ever
@@ -218,6 +223,19 @@ def open_session(
         raise BundleError(f"{what}: onnxruntime refuses it: {str(error).partition(chr(10))[0][:500]}") from error
 
 
+@functools.cache
+def _load_cuda_libraries() -> None:
+    """Loads the CUDA libraries that pip has installed. Otherwise onnxruntime finds only those of the system.
+
+    What is missing is logged. The provider then does not start, which is an error of its own.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):  # it prints what it does not find
+        onnxruntime.preload_dlls()
+    for line in said.getvalue().splitlines():
+        log.info("CUDA libraries: %s", line)
+
+
 def _buffers(cache: HostCache | CudaCache) -> list[tuple[int, int]]:
     """Returns the address and the bytes per row of every cache tensor."""
     if isinstance(cache, HostCache):
@@ -233,6 +251,11 @@ def _check_provider(provider: str, dtype: str) -> None:
         raise BackendError(
             f"onnxruntime: got provider {provider!r}, expected one of {', '.join(available)}, which are in this build; "
             "install onnxruntime-gpu for CUDA"
+        )
+    if dtype == "bf16" and provider == "CUDAExecutionProvider":
+        raise BackendError(
+            "onnxruntime: got a bf16 graph for CUDAExecutionProvider, expected fp16 or fp32; onnxruntime's values of "
+            "bf16 do not pass through numpy; decode this bundle with TensorRT, or export it in fp16 or fp32"
         )
     if dtype in DTYPES_WITHOUT_CPU_KERNELS and provider == "CPUExecutionProvider":
         others = " or ".join(name for name in DTYPES if name not in DTYPES_WITHOUT_CPU_KERNELS)
