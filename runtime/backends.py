@@ -25,6 +25,7 @@ def open_stepper(
     max_batch: int,
     cache_capacity: int | None,
     verify: str = "graph",
+    allow_host_code: bool = False,
 ) -> tuple[Stepper, int]:
     """Opens a stepper, after checking that the session fits in memory. The arguments are those of `DecodeSession.open`.
 
@@ -47,10 +48,10 @@ def open_stepper(
     if len(names) > 1:
         raise InputError(f"providers: got {list(names)}, expected one; a second one would be a silent fallback")
     if backend == "tensorrt":
-        return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
+        return _open_tensorrt(bundle, max_batch, cache_capacity, verify, allow_host_code)
     if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
-            return _open_tensorrt(bundle, max_batch, cache_capacity, verify)
+            return _open_tensorrt(bundle, max_batch, cache_capacity, verify, allow_host_code)
         except BackendError as error:
             log.info("auto takes onnxruntime: %s", error)
     elif backend == "auto":
@@ -78,11 +79,13 @@ def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: in
     estimate.check(free_bytes)
 
 
-def _open_tensorrt(bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str) -> tuple[Stepper, int]:
+def _open_tensorrt(
+    bundle: Bundle, max_batch: int, cache_capacity: int | None, verify: str, allow_host_code: bool
+) -> tuple[Stepper, int]:
     from engines.library.cuda import RuntimeCuda
     from engines.running.tensorrt_parts import find_engines, open_engines
 
-    records = find_engines(bundle, cache_capacity, verify)
+    records = find_engines(bundle, cache_capacity, verify, allow_host_code)
     capacity, cuda = records[0].decode_capacity(), RuntimeCuda()
     try:
         _check_memory(bundle.manifest, "tensorrt", max_batch, capacity, cuda.free_bytes())

@@ -87,6 +87,7 @@ class DecodeSession(TakesTurns):
         max_batch: int = 4,
         cache_capacity: int | None = None,
         verify: str = "graph",
+        allow_host_code: bool = False,
     ) -> DecodeSession:
         """Opens a bundle for decoding.
 
@@ -99,6 +100,7 @@ class DecodeSession(TakesTurns):
             cache_capacity: tokens per sequence, rounded up so that a sequence's cache is a multiple of 256 bytes. None
                 means the engine's capacity, or the smaller of 2,048 and the positions that the graph was exported for.
             verify: "graph" checks file sizes and the graph's checksum; "full" checks every checksum, also the engine's.
+            allow_host_code: whether the engine may run code of its own on the CPU, as version-compatible ones do.
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
@@ -117,7 +119,8 @@ class DecodeSession(TakesTurns):
         if not is_whole(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         try:
-            stepper, capacity = open_stepper(opened, backend, providers, max_batch, cache_capacity, verify)
+            asked = (backend, providers, max_batch, cache_capacity, verify, allow_host_code)
+            stepper, capacity = open_stepper(opened, *asked)
         except Exception:
             opened.check_unchanged()  # the reason may be files of two bundles
             raise

@@ -36,6 +36,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots of the error by layer")
     text = "cache rows per sequence (default 32, or the engine's capacity where TensorRT runs)"
     parser.add_argument("--cache-capacity", type=int, metavar="N", help=text)
+    text = "let a version-compatible engine run its own code on the CPU; only for engines from a source that you trust"
+    parser.add_argument("--allow-host-code", action="store_true", help=text)
     _add_files(parser)
     command.add_format(parser)
     parser.set_defaults(run=run)
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.audit,
         arguments.seed,
         arguments.cache_capacity,
+        arguments.allow_host_code,
     )
     outputs = (arguments.html, arguments.save_inputs, arguments.save_outputs, arguments.save_data_loader)
     check_writable(*(path for path in outputs if path is not None))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from exporter.common.errors import CheckFailed, InputError
 
 FLAGS = {  # argument of a library function → flag of a command
+    "allow_host_code": "--allow-host-code",
     "backend": "--backend",
     "max_batch": "--max-batch",
     "max_seq_len": "--max-seq-len",

@@ -60,6 +60,7 @@ class CompareRequest:
             interpreter where a control allowed more than the tolerance.
         seed: seed for the random inputs.
         cache_capacity: cache rows per sequence. None takes 32, or the engine's where TensorRT runs.
+        allow_host_code: whether an engine may run code of its own on the CPU, as version-compatible ones do.
     """
 
     backends: tuple[str, ...] | None = None
@@ -68,6 +69,7 @@ class CompareRequest:
     audit: bool | None = None
     seed: int = 0
     cache_capacity: int | None = None
+    allow_host_code: bool = False
 
     def __post_init__(self) -> None:
         make_plain(self, "audit", "seed", "cache_capacity")
@@ -145,7 +147,8 @@ class Comparer:
         elif name == "interpreter":
             stepper = open_parts(bundle, lambda part: InterpreterStepper.from_bundle(part, request.parser))
         elif name == "tensorrt":
-            stepper = open_engines(bundle, find_engines(bundle, self.limits.capacity, "full"), RuntimeCuda())
+            records = find_engines(bundle, self.limits.capacity, "full", request.allow_host_code)
+            stepper = open_engines(bundle, records, RuntimeCuda())
         elif self._runs_twin(name):
             stepper = open_on_cpu(bundle, self.scratch)
         else:
@@ -334,7 +337,7 @@ def run_limits(bundle: Bundle, request: CompareRequest, backends: tuple[str, ...
         capacity = check_cache_capacity(capacity, manifest.config, manifest.dtype, manifest.max_positions)
     if "tensorrt" not in backends:
         return RunLimits(capacity)
-    records = find_engines(bundle, capacity)
+    records = find_engines(bundle, capacity, allow_host_code=request.allow_host_code)
     engines = [
         (part.manifest.contract.inputs, record.largest_shapes())
         for part, record in zip(bundle.parts, records, strict=True)

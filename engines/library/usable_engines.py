@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,8 +66,12 @@ def check_runnable(record: EngineRecord, backend: str, version: str, gpus: Seque
     subject, built_with = f"engine {record.file}", f"built with {record.backend} {record.version}"
     if record.backend != backend:
         raise BundleError(f"{subject}: {built_with}, this is {backend} {version}; build again with it")
-    if record.version != version and not record.options["version_compatible"]:
-        raise BundleError(f"{subject}: {built_with}, this is {version}; build again")
+    if record.version != version:
+        if not record.options["version_compatible"]:
+            raise BundleError(f"{subject}: {built_with}, this is {version}; build again")
+        if _numbers(version) < _numbers(record.version):
+            problem = "and only a newer version reads an older one's engine"
+            raise BundleError(f"{subject}: {built_with}, this is {version}, {problem}; update, or build again")
     if not gpus:
         raise BundleError(f"{subject}: it needs a GPU, and none is visible")
     here = gpus[0]
@@ -75,3 +80,8 @@ def check_runnable(record: EngineRecord, backend: str, version: str, gpus: Seque
             f"{subject}: built for compute capability {record.compute_capability}, this is {here.name} with "
             f"{here.compute_capability}; build again here, or build with hardware_compatibility"
         )
+
+
+def _numbers(version: str) -> list[int]:
+    """Returns the numbers of a version, to compare. A record may hold any text."""
+    return [int(number) for number in re.findall(r"\d{1,9}", version)]

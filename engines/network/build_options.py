@@ -27,7 +27,8 @@ class BuildOptions:
         workspace_mib: limit of the workspace pool in MiB; None keeps TensorRT's default.
         builder_optimization_level: 0 to 5; None keeps TensorRT's default.
         timing_cache: file with kernel timings to read and update; a damaged file is replaced.
-        version_compatible: whether the engine runs on later versions too.
+        version_compatible: whether the engine runs on later versions too. It then holds code for the CPU, which a
+            session runs only with allow_host_code.
         hardware_compatibility: which other GPUs the engine runs on, one of `HARDWARE_COMPATIBILITY`.
         strip_plan: whether to leave the weights out; a refit puts them in before use.
         refit: whether the weights can be replaced later.
@@ -92,6 +93,10 @@ def check_options(options: BuildOptions, backend: Backend, gpus: Sequence[Gpu]) 
         if not gpus:
             problem = "it builds for the GPU of this machine, and none is visible"
             raise BackendError(f"{backend}: {problem}; use backend=tensorrt-rtx")
+        if options.version_compatible and (options.refit or options.strip_plan):
+            name = "refit=True" if options.refit else "strip_plan"
+            problem = f"version_compatible with {name}: {backend} does not refit version-compatible engines"
+            raise BackendError(f"{problem}; leave one of them out")
         return
     leave_out, problem = "leave the option out", ""
     if options.timing_cache is not None:

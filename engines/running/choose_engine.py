@@ -13,13 +13,16 @@ from exporter.common.errors import BackendError, BundleError, InputError
 log = logging.getLogger(__name__)
 
 
-def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> EngineRecord:
+def find_engine(
+    bundle: Bundle, cache_capacity: int | None, verify: str = "graph", allow_host_code: bool = False
+) -> EngineRecord:
     """Returns the engine of a bundle that can be used here.
 
     Args:
         bundle: an opened bundle.
         cache_capacity: capacity that the engine must have; None takes any.
         verify: "full" also checks the checksum of the engine's file, because the engine contains weights.
+        allow_host_code: whether an engine may run code of its own on the CPU, as version-compatible ones do.
 
     Raises:
         BackendError: no engine can be used; the message has the reason for each one.
@@ -35,6 +38,7 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
             check_lineage(bundle, record)
             backend = backend_of(record)
             check_runnable(record, backend.name, backend.version, gpus)
+            _check_host_code(record, allow_host_code)
             capacity = record.decode_capacity()
         except InputError as error:
             reasons.append(str(error))
@@ -49,3 +53,16 @@ def find_engine(bundle: Bundle, cache_capacity: int | None, verify: str = "graph
         return record
     no_engine = f"bundle {bundle.folder} has no engine; build one with `python -m engines build`"
     raise BackendError(f"backend tensorrt: {'; '.join(reasons) or no_engine}")
+
+
+def _check_host_code(record: EngineRecord, allowed: bool) -> None:
+    """Checks that an engine with code for the CPU may run it.
+
+    Raises:
+        BundleError: it has such code, and the caller has not allowed it.
+    """
+    if record.options["version_compatible"] and not allowed:
+        raise BundleError(
+            f"engine {record.file}: built with version_compatible, so it holds code that runs on the CPU; "
+            "allow_host_code is off; turn it on if you trust the engine's source, or build again without"
+        )

@@ -61,19 +61,22 @@ class TensorRTParts(PartsStepper[TensorRTStepper], OnDevice):
         return self.steppers[-1].run_on_device(self._advance(feeds, cache, first_row), cache.parts[-1], first_row)
 
 
-def find_engines(bundle: Bundle, cache_capacity: int | None, verify: str = "graph") -> list[EngineRecord]:
+def find_engines(
+    bundle: Bundle, cache_capacity: int | None, verify: str = "graph", allow_host_code: bool = False
+) -> list[EngineRecord]:
     """Returns the engine of each graph of a bundle that can be used here.
 
     Args:
         bundle: an opened bundle.
         cache_capacity: capacity that the engines must have; None takes any.
         verify: "full" also checks the checksums of the engines' files.
+        allow_host_code: whether the engines may run code of their own on the CPU.
 
     Raises:
         BackendError: no engine of a graph can be used; the message has the reason for each one.
         BundleError: an engine is not the file that was built, or the engines have different cache capacities.
     """
-    records = [find_engine(part, cache_capacity, verify) for part in bundle.parts]
+    records = [find_engine(part, cache_capacity, verify, allow_host_code) for part in bundle.parts]
     capacities = sorted({record.decode_capacity() for record in records})
     if len(capacities) > 1:
         problem = f"its parts' engines have cache capacities {capacities}, expected one"

@@ -82,6 +82,8 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         trt, cuda = self._trt, self._cuda
         cuda.use_device()
         self._runtime = trt.Runtime(self._logger)
+        if record.options["version_compatible"]:  # `find_engine` gives such an engine only where it is allowed
+            self._runtime.engine_host_code_allowed = True
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
             raise BundleError(f"engine {record.file}: it does not load: {self._logger.reason()}")

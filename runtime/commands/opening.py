@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FLAGS = {  # argument of a library function → flag of the commands
+    "allow_host_code": "--allow-host-code",
     "cache_capacity": "--cache-capacity",
     "max_batch": "--batch",
     "max_new_tokens": "--max-new-tokens",
@@ -49,6 +50,8 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         default="graph",
         help="check the graph's checksum first (default), or also those of weights, tokenizer and engine",
     )
+    text = "let a version-compatible engine run its own code on the CPU; only for engines from a source that you trust"
+    parser.add_argument("--allow-host-code", action="store_true", help=text)
 
 
 def open_session(arguments: argparse.Namespace, max_batch: int) -> DecodeSession:
@@ -60,6 +63,7 @@ def open_session(arguments: argparse.Namespace, max_batch: int) -> DecodeSession
         max_batch=max_batch,
         cache_capacity=arguments.cache_capacity,
         verify=arguments.verify,
+        allow_host_code=arguments.allow_host_code,
     )
     terminal.say(f"backend: {session.description}; cache: {max_batch} × {session.cache_capacity} tokens")
     return session

@@ -304,12 +304,17 @@ def tensorrt_double(
     stepper = stepper or EagerStepper.from_bundle(bundle)
 
     class Runtime:
+        engine_host_code_allowed = False
+
         def __init__(self, logger):
             self._logger = logger
 
         def deserialize_cuda_engine(self, data):
             if data != ENGINE:
                 self._logger.log(ILogger.ERROR, "not this engine")
+                return None
+            if record.options["version_compatible"] and not self.engine_host_code_allowed:
+                self._logger.log(ILogger.ERROR, "the plan has host code, and engine_host_code_allowed is off")
                 return None
             return engine_type(bundle, record, cuda, stepper)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from engines.building.publishing import publish
+from engines.library.backend import Backend
 from engines.library.gpu import Gpu
 from engines.library.usable_engines import backend_of, check_engine, check_lineage, check_runnable
 from engines.network.build_options import BuildOptions
@@ -259,6 +260,29 @@ def test_a_version_compatible_engine_of_an_earlier_version_runs():
     check_runnable(
         replace(RECORD, options=BuildOptions(version_compatible=True).to_dict()), "tensorrt-rtx", "1.8.0", [GPU]
     )
+
+
+def test_a_version_compatible_engine_of_a_later_version_is_refused():
+    record = replace(RECORD, version="1.10.0", options=BuildOptions(version_compatible=True).to_dict())
+    with pytest.raises(BundleError, match=r"this is 1\.9\.2, and only a newer version reads"):
+        check_runnable(record, "tensorrt-rtx", "1.9.2", [GPU])
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_an_engine_with_code_for_the_cpu_is_found_only_where_that_is_allowed(bundle, tmp_path, monkeypatch, allowed):
+    monkeypatch.setattr("engines.running.choose_engine.visible_gpus", lambda: [GPU])
+    double = Backend("tensorrt-rtx", object(), RECORD.version, "a double")
+    monkeypatch.setattr("engines.running.choose_engine.backend_of", lambda record: double)
+    folder = Path(shutil.copytree(bundle.folder, tmp_path / "bundle"))
+    (folder / "a.engine").write_bytes(b"plan")
+    options = BuildOptions(version_compatible=True).to_dict()
+    record = replace(RECORD, size_bytes=4, lineage=bundle.lineage, cache_capacity=32, options=options)
+    (folder / ENGINES_FILE).write_text(records_json([record]))
+    if allowed:
+        assert find_engine(Bundle.open(folder), None, allow_host_code=True) == record
+        return
+    with pytest.raises(BackendError, match="so it holds code that runs on the CPU; allow_host_code is off"):
+        find_engine(Bundle.open(folder), None)
 
 
 def test_an_engine_of_a_backend_that_is_not_installed_says_what_it_was_built_with(monkeypatch):

@@ -205,7 +205,7 @@ def test_what_an_engine_takes_is_read_from_all_its_inputs(tiny_bundle, monkeypat
     for profile in record.profiles:
         profile["ranges"]["write_indices"]["max"] = [2]
         profile["ranges"]["hidden_states"]["max"][1] = 5
-    monkeypatch.setattr("engines.comparison.compare.find_engines", lambda *_: [record])
+    monkeypatch.setattr("engines.comparison.compare.find_engines", lambda *_, **__: [record])
     assert run_limits(bundle, CompareRequest(), ("tensorrt",)) == RunLimits(64, 2, 5)
 
 

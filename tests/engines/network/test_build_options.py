@@ -130,6 +130,13 @@ def test_tensorrt_rtx_builds_engines_without_weights_where_a_gpu_is_visible(opti
     check_options(BuildOptions(**{option: True}), RTX, [GPU])
 
 
+@pytest.mark.parametrize("option", ["strip_plan", "refit"])
+def test_a_version_compatible_engine_cannot_be_refitted(option):
+    with pytest.raises(BackendError, match=f"version_compatible with {option}"):
+        check_options(BuildOptions(version_compatible=True, **{option: True}), TENSORRT, [GPU])
+    check_options(BuildOptions(version_compatible=True), TENSORRT, [GPU])
+
+
 @pytest.mark.parametrize("level", HARDWARE_COMPATIBILITY[1:])
 def test_tensorrt_rtx_refuses_hardware_compatibility_which_its_config_ignores(level):
     with pytest.raises(BackendError, match="hardware_compatibility"):
@@ -147,8 +154,9 @@ def test_tensorrt_refuses_to_build_without_a_gpu_and_names_the_other_backend():
         check_options(BuildOptions(), TENSORRT, [])
 
 
-def test_tensorrt_takes_every_option_where_a_gpu_is_visible():
-    check_options(replace(EVERYTHING, timing_cache=Path("x")), TENSORRT, [GPU])
+@pytest.mark.parametrize("left_out", [{"version_compatible": False}, {"refit": False, "strip_plan": False}])
+def test_tensorrt_takes_every_option_where_a_gpu_is_visible(left_out):
+    check_options(replace(EVERYTHING, timing_cache=Path("x"), **left_out), TENSORRT, [GPU])
 
 
 # --- options on a config ------------------------------------------------------------------------------------

@@ -282,6 +282,16 @@ def test_an_engine_that_does_not_load_is_refused_with_the_reason(engine, monkeyp
         TensorRTStepper(bundle, record, double, cuda)
 
 
+def test_a_version_compatible_engine_loads_and_another_gets_no_leave_to_run_host_code(engine):
+    bundle, _, cuda = engine()
+    record = engine_record(bundle, CAPACITY)
+    compatible = dataclasses.replace(record, options=record.options | {"version_compatible": True})
+    stepper = TensorRTStepper(bundle, compatible, tensorrt_double(bundle, compatible, cuda), cuda)
+    assert stepper._runtime.engine_host_code_allowed
+    with pytest.raises(BundleError, match="does not load: the plan has host code"):  # a record that says otherwise
+        TensorRTStepper(bundle, record, tensorrt_double(bundle, compatible, cuda), cuda)
+
+
 def test_without_a_gpu_tensorrt_is_refused_by_name_and_auto_takes_onnxruntime(engine):
     bundle, _, _ = engine()
     with pytest.raises(BackendError, match="no GPU is visible"):
