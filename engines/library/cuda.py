@@ -17,6 +17,7 @@ from engines.library.backend import INSTALL
 from exporter.common.errors import BackendError
 
 ALIGNMENT_BYTES = 256
+CUDA_12_INSTALL = "pip install 'blockline[tensorrt-cu12]'"
 
 
 class CudaError(RuntimeError):
@@ -122,7 +123,16 @@ class RuntimeCuda(Cuda):
             self.use_device()
             self.stream = int(self._call("cudaStreamCreateWithFlags", runtime.cudaStreamNonBlocking))
         except CudaError as error:
-            raise BackendError(f"backend tensorrt: no usable GPU ({error})") from None
+            raise BackendError(f"backend tensorrt: no usable GPU ({self._old_driver() or error})") from None
+
+    def _old_driver(self) -> str | None:
+        """Returns a message where the driver is too old for the installed CUDA, else None."""
+        needed, known = (self._call(f"cuda{name}GetVersion") for name in ("Runtime", "Driver"))
+        if known == 0 or known // 1000 >= needed // 1000:  # 0: there is no driver
+            return None
+        needs, knows = (f"{version // 1000}.{version % 1000 // 10}" for version in (needed, known))
+        problem = f"the driver knows CUDA {knows} at most, and the installed libraries need CUDA {needs}"
+        return f"{problem}; update the driver, or run {CUDA_12_INSTALL}"
 
     def use_device(self) -> None:
         self._call("cudaSetDevice", self.device)

@@ -89,8 +89,16 @@ def version_findings() -> Iterator[Finding]:
     good = SpecifierSet(python).contains(platform.python_version())
     detail = f"{platform.python_version()}, expected {python}"
     yield Finding("python", GOOD, detail) if good else Finding("python", FAILED, detail, f"use a Python {python}")
+    met = {requirement.name for requirement, _ in wanted.values() if _is_met(requirement)}
     for requirement, extras in wanted.values():
-        yield _version_finding(requirement, extras)
+        for_another_cuda = "" not in extras and requirement.name in met and not _is_met(requirement)
+        if not for_another_cuda:  # two extras ask for two versions, and one of them is installed
+            yield _version_finding(requirement, extras)
+
+
+def _is_met(requirement: Requirement) -> bool:
+    version = installed_version(requirement.name)
+    return version is not None and requirement.specifier.contains(Version(version), prereleases=True)
 
 
 def _version_finding(requirement: Requirement, extras: list[str]) -> Finding:

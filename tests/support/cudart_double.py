@@ -46,7 +46,10 @@ class CudartDouble(types.ModuleType):
 
     def _answer(self, name: str, error: int = SUCCESS, *results: object) -> tuple:
         self.calls[name] += 1
-        if name not in ("cudaRuntimeGetVersion", "cudaDriverGetVersion") and self._versions[0] > self._versions[1]:
+        if (
+            name not in ("cudaRuntimeGetVersion", "cudaDriverGetVersion")
+            and self._versions[0] // 1000 > self._versions[1] // 1000
+        ):
             error = INSUFFICIENT_DRIVER
         error = self.fails.get(name, error)
         return (error, *results)

@@ -72,3 +72,12 @@ def test_a_failed_capture_leaves_no_graph(runtime, name):
     double.fails = {}
     ours.destroy_graph(ours.capture(lambda: None))
     assert not double.graphs
+
+
+def test_a_driver_that_is_too_old_is_refused_with_both_versions_and_the_extra(runtime):
+    runtime(runtime_version=13020, driver_version=12080)
+    expected = r"the driver knows CUDA 12\.8 at most, and the installed libraries need CUDA 13\.2; .*tensorrt-cu12"
+    with pytest.raises(BackendError, match=expected):
+        RuntimeCuda()
+    runtime(runtime_version=12090, driver_version=12080)
+    RuntimeCuda()  # a later minor version works with an older driver of the same major version

@@ -212,6 +212,14 @@ def test_versions_that_are_missing_or_out_of_range_have_a_fix(install):
     assert gguf.state == FACT and "comes with blockline[smollm2]" in gguf.detail
 
 
+@pytest.mark.parametrize("version", ["12.9.0", "13.4.4"])
+def test_the_extra_for_another_cuda_is_no_failure(install, version):
+    install(**{"cuda-python": version})
+    assert {finding.state for finding in findings_of(version_findings(), "cuda-python")} == {GOOD}
+    install(**{"cuda-python": "11.0"})
+    assert FAILED in {finding.state for finding in findings_of(version_findings(), "cuda-python")}
+
+
 def test_another_onnxruntime_may_stand_in_place_of_the_one_asked_for(install):
     install(**{"onnxruntime-gpu": None, "onnxruntime": "1.31.1"})
     (finding,) = findings_of(version_findings(), "onnxruntime-gpu")
