@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from engines.library.cuda import Cuda
+from engines.running.device_cache import free_all
 from engines.running.runtime_cache import RuntimeCacheFile
 from exporter.common.errors import BackendError
 
@@ -15,6 +16,9 @@ class Contexts:
     TensorRT-RTX compiles kernels while it runs, and records CUDA graphs itself once they are compiled. A capture by
     hand fails there. So its contexts get a runtime configuration: a strategy for graphs, and one cache of compiled
     kernels that all of them share. TensorRT has neither.
+
+    All contexts compute in one device buffer, because one stream runs them one after another. Otherwise each of them
+    reserves the memory of the largest prefill.
 
     Attributes:
         captures_itself: whether a context of `new(repeated=True)` records and replays its step itself.
@@ -39,6 +43,8 @@ class Contexts:
         if cache_file is not None:
             self._cache = engine.create_runtime_config().create_runtime_cache()
             cache_file.load(self._cache)
+        self._size = int(engine.device_memory_size_v2)
+        self._buffer = [cuda.allocate(self._size)] if self._size else []
 
     def new(self, profile: int, repeated: bool = False) -> Any:
         """Returns a new context for a profile.
@@ -53,21 +59,26 @@ class Contexts:
         context = self._create(repeated)
         if context is None:
             raise BackendError(f"{self._subject}: it cannot create an execution context: {self._logger.reason()}")
+        if self._buffer:
+            context.set_device_memory(self._buffer[0], self._size)
         if not context.set_optimization_profile_async(profile, self._cuda.stream):
             raise BackendError(f"{self._subject}: it refuses profile {profile}: {self._logger.reason()}")
         self._cuda.synchronize()
         return context
 
     def _create(self, repeated: bool) -> Any:
+        by_us = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not self.captures_itself:
-            return self._engine.create_execution_context()
+            return self._engine.create_execution_context(by_us)
         config, strategy = self._engine.create_runtime_config(), self._trt.CudaGraphStrategy
+        config.set_execution_context_allocation_strategy(by_us)
         config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if repeated else strategy.DISABLED
         if not config.set_runtime_cache(self._cache):
             raise BackendError(f"{self._subject}: it refuses the runtime cache: {self._logger.reason()}")
         return self._engine.create_execution_context(config)
 
-    def save(self) -> None:
-        """Saves the compiled kernels, so that the next session need not compile them."""
+    def close(self) -> None:
+        """Saves the compiled kernels, so that the next session need not compile them, and frees the buffer."""
+        free_all(self._cuda, self._buffer)
         if self._cache_file is not None:
             self._cache_file.save(self._cache)

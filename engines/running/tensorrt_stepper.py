@@ -326,10 +326,10 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             own = [address for name, address in self._buffers.items() if name not in self._followed]
             self._buffers, self._contexts, self._engine, self._runtime = {}, [], None, None
             freeing.callback(free_all, self._cuda, own)
-            freeing.callback(self._graphs.free)
             if self._makes_contexts is not None:
-                contexts, self._makes_contexts = self._makes_contexts, None
-                contexts.save()
+                freeing.callback(self._makes_contexts.close)
+            self._makes_contexts = None
+            freeing.callback(self._graphs.free)  # the last one is called first, and waits for the stream
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:

@@ -44,6 +44,7 @@ class CudaDouble(Cuda):
         self._queue: list = []
         self._recording: list | None = None
         self.refuses_captures = False
+        self.reserved_by_contexts = 0  # bytes that contexts have allocated for themselves
         self.live_graphs = 0
         self.launches = 0
         self.closed = False
@@ -174,11 +175,20 @@ def _dtype(name: str):
 class ContextDouble:
     """IExecutionContext. Each enqueue checks that all shapes and addresses are set."""
 
-    def __init__(self, engine):
-        self._engine = engine
+    def __init__(self, engine, strategy):
+        self._engine, self._strategy, self._memory = engine, strategy, (0, 0)
+        if strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            engine.cuda.reserved_by_contexts += engine.device_memory_size_v2
         self._profile = None
         self._shapes: dict[str, tuple] = {}
         self._addresses: dict[str, int] = {}
+
+    def set_device_memory(self, memory, size):
+        if self._strategy != ExecutionContextAllocationStrategy.USER_MANAGED:
+            raise ContractError("device memory for a context that allocates its own")
+        if memory % ALIGNMENT_BYTES or size < self._engine.device_memory_size_v2:
+            raise ContractError(f"device memory of {size} bytes at {memory:#x}, which is too small or not aligned")
+        self._memory = (memory, size)
 
     def set_optimization_profile_async(self, index, stream):
         self._profile = index
@@ -229,12 +239,25 @@ class ContextDouble:
         shapes = {name: tuple(self.get_tensor_shape(name)) for name in engine.specs}
         if not self.may_run(shapes):
             return False
-        engine.cuda._put(lambda shapes=shapes, addresses=dict(self._addresses): engine.compute(shapes, addresses))
+        by_user = self._strategy == ExecutionContextAllocationStrategy.USER_MANAGED
+        if by_user and engine.device_memory_size_v2 and not self._memory[1]:
+            raise ContractError("enqueued without device memory, which the user manages")
+
+        addresses, memory = dict(self._addresses), self._memory
+
+        def work():
+            if memory[1]:
+                engine.cuda.view(*memory)[:] = POISON  # the engine writes what it likes into it
+            engine.compute(shapes, addresses)
+
+        engine.cuda._put(work)
         return True
 
 
 class EngineDouble:
     """ICudaEngine of one bundle, with the profiles of the engine record."""
+
+    device_memory_size_v2 = 1 << 12
 
     def __init__(self, bundle: Bundle, record: EngineRecord, cuda: CudaDouble, stepper: Stepper):
         contract = bundle.manifest.contract
@@ -262,8 +285,8 @@ class EngineDouble:
     def get_aliased_input_tensor(self, name):
         return {present: past for past, present in self.pairs}.get(name, "")
 
-    def create_execution_context(self):
-        return ContextDouble(self)
+    def create_execution_context(self, strategy="STATIC"):
+        return ContextDouble(self, strategy)
 
     def _array(self, name, shapes, addresses) -> np.ndarray:
         dtype = numpy_dtype(self.specs[name].dtype)
@@ -280,6 +303,10 @@ class EngineDouble:
         cache.n_rows, cache.capacity = shapes["position_ids"][0], self.capacity
         for name, array in self._stepper.run(feeds, cache).items():
             self._array(name, shapes, addresses)[...] = array
+
+
+class ExecutionContextAllocationStrategy:
+    STATIC, ON_PROFILE_CHANGE, USER_MANAGED = "STATIC", "ON_PROFILE_CHANGE", "USER_MANAGED"
 
 
 class TensorIOMode:
@@ -319,7 +346,11 @@ def tensorrt_double(
             return engine_type(bundle, record, cuda, stepper)
 
     return types.SimpleNamespace(
-        __version__=record.version, ILogger=ILogger, Runtime=Runtime, TensorIOMode=TensorIOMode
+        __version__=record.version,
+        ILogger=ILogger,
+        Runtime=Runtime,
+        TensorIOMode=TensorIOMode,
+        ExecutionContextAllocationStrategy=ExecutionContextAllocationStrategy,
     )
 
 

@@ -35,6 +35,10 @@ class RuntimeConfigDouble:
 
     def __init__(self, version: str) -> None:
         self.cuda_graph_strategy, self.cache, self._version = CudaGraphStrategy.DISABLED, None, version
+        self.strategy = "STATIC"
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
 
     def create_runtime_cache(self) -> RuntimeCacheDouble:
         return RuntimeCacheDouble(self._version)
@@ -48,8 +52,8 @@ class RtxContextDouble(ContextDouble):
     """A context that compiles kernels at its first step with new shapes. No capture by hand may include that."""
 
     def __init__(self, engine: RtxEngineDouble, config: RuntimeConfigDouble | None) -> None:
-        super().__init__(engine)
         self._config, self._recorded = config or RuntimeConfigDouble(""), None
+        super().__init__(engine, self._config.strategy)
 
     def is_stream_capturable(self, stream: int) -> bool:
         return False  # kernels are specialized lazily, and the inputs are dynamic
@@ -89,7 +93,11 @@ class RtxEngineDouble(EngineDouble):
     def create_runtime_config(self) -> RuntimeConfigDouble:
         return RuntimeConfigDouble(self._version)
 
-    def create_execution_context(self, config: RuntimeConfigDouble | None = None) -> RtxContextDouble:
+    def create_execution_context(self, config: RuntimeConfigDouble | str | None = None) -> RtxContextDouble:
+        if isinstance(config, str):
+            alone = RuntimeConfigDouble("")
+            alone.strategy = config
+            return RtxContextDouble(self, alone)
         if config is not None and config.cache is None:
             raise ContractError("a context without the shared runtime cache compiles every kernel again")
         if config is not None and not any(cache is config.cache for cache in self.caches):
