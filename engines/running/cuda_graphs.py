@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from engines.library.cuda import Cuda
 
 GRAPH_BUCKET = 256  # total lengths up to the next multiple of this share a graph, because the length is a shape
-MAX_GRAPHS = 32
+MAX_GRAPHS = 256
+RESERVE_BYTES = 1 << 28  # of device memory, which graphs leave to others
+MAX_COUNTED = 4096  # keys whose uses are counted
 
-GraphKey = tuple[int, ...]
-
-
-def graph_key(profile: int, mask_shape: tuple[int, ...], addresses: Sequence[int]) -> GraphKey:
-    """Returns everything that a graph fixes: profile, batch, padded total length, and the addresses of the cache rows.
-
-    A replay reads tokens, positions, write indices and the mask from the input buffers, whose addresses never change.
-    """
-    return (profile, *mask_shape, *addresses)
+GraphKey = tuple[int, ...]  # what a graph fixes: the cache, its first row, the batch, and the padded total length
 
 
-def padded_to_bucket(mask: np.ndarray, longest: int) -> np.ndarray:
-    """Pads a mask [B, L] with zeros to the next multiple of GRAPH_BUCKET, at most to the longest of the profile."""
-    length = min(-(-mask.shape[1] // GRAPH_BUCKET) * GRAPH_BUCKET, longest)
-    return np.ascontiguousarray(np.pad(mask, ((0, 0), (0, length - mask.shape[1]))))
+def bucket_length(length: int, longest: int) -> int:
+    """Returns the next multiple of GRAPH_BUCKET, at most the longest mask of the profile."""
+    return min(-(-length // GRAPH_BUCKET) * GRAPH_BUCKET, longest)
 
 
 class CudaGraphs:
@@ -43,6 +34,7 @@ class CudaGraphs:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._graphs: OrderedDict[GraphKey, _Repeated] = OrderedDict()
+        self._uses: Counter[GraphKey] = Counter()  # steps without a graph
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -53,13 +45,25 @@ class CudaGraphs:
             return None
         self._graphs.move_to_end(key)  # the least recently used graph is the first
         repeated = self._graphs[key]
+        repeated.replays += 1
         repeated.launch()
         return repeated.context
 
-    def make_room(self) -> None:
-        """Drops the least recently used graph where the limit is reached."""
-        if len(self._graphs) >= MAX_GRAPHS:
-            self._drop(next(iter(self._graphs)))
+    def is_worth(self, key: GraphKey) -> bool:
+        """Counts a step that has no graph. Returns whether it should get one: it came before, and there is memory.
+
+        Makes room first: the graph that was used least goes, where the limit is reached.
+        """
+        if len(self._uses) >= MAX_COUNTED and key not in self._uses:
+            self._uses.clear()
+        self._uses[key] += 1
+        if self._uses[key] < 2:
+            return False
+        while self._graphs and (len(self._graphs) >= MAX_GRAPHS or self._cuda.free_bytes() < RESERVE_BYTES):
+            self._drop(min(self._graphs, key=lambda other: self._graphs[other].replays))
+            for repeated in self._graphs.values():
+                repeated.replays //= 2  # else a graph of the past would stay for ever
+        return self._cuda.free_bytes() >= RESERVE_BYTES
 
     def capture(self, key: GraphKey, context: Any, work: Callable[[], None]) -> None:
         """Captures what `work` queues in a context, without running it.
@@ -87,10 +91,11 @@ class CudaGraphs:
                 freeing.callback(self._drop, key)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Repeated:
     """A step that can be repeated. `graph` is None where the context holds the graph itself."""
 
     context: Any
     launch: Callable[[], None]
     graph: Any = None
+    replays: int = 0

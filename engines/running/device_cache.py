@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,11 +22,15 @@ class DeviceCache(Cache):
         n_rows: number of rows.
         capacity: tokens that a row has space for.
         addresses: address of each cache tensor, in the order of the contract.
+        serial: a number that no other cache of this process has.
     """
+
+    _serials = itertools.count()
 
     def __init__(self, cuda: Cuda, specs: Sequence[TensorSpec], n_rows: int, capacity: int) -> None:
         self.n_rows, self.capacity = n_rows, capacity
         self._cuda, self._specs = cuda, specs
+        self.serial = next(self._serials)
         self.addresses: list[int] = []
         cuda.use_device()
         try:

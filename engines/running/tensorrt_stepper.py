@@ -19,20 +19,24 @@ from engines.library.cuda import ALIGNMENT_BYTES, Cuda
 from engines.library.dlpack import DeviceRows, DeviceTensor, import_tensor
 from engines.library.tensorrt_logger import create_logger
 from engines.library.usable_engines import backend_of
-from engines.network.parsed import dtype_name
 from engines.network.profiles import largest_size
 from engines.running.contexts import Contexts
-from engines.running.cuda_graphs import CudaGraphs, graph_key, padded_to_bucket
+from engines.running.cuda_graphs import CudaGraphs, GraphKey, bucket_length
 from engines.running.device_cache import DeviceCache, free_all
+from engines.running.engine_tensors import cache_pairs, check_tensors
+from engines.running.profile_ranges import ProfileRanges
 from engines.running.runtime_cache import RuntimeCacheFile
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
-from exporter.common.errors import BundleError, InputError
+from exporter.common.errors import BackendError, BundleError, InputError
 from exporter.spec.dtypes import numpy_dtype
-from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL, Contract, TensorSpec
+from exporter.spec.tensors import BATCH, CAPACITY, SEQUENCE, TOTAL, TensorSpec
 from exporter.steppers.protocol import OnDevice, Stepper
 
 log = logging.getLogger(__name__)
+
+MAX_PREPARED = 1024  # steps whose shapes and addresses are kept; some 10 KB each
+Outputs = dict[str, tuple[np.dtype, tuple[int, ...]]]  # output → its dtype and shape
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,16 @@ class PassedOn:
 
     address: int
     shape: tuple[int, ...]
+
+
+@dataclass
+class _Prepared:
+    """What does not change while one step is repeated. `outputs` is known after its first run."""
+
+    profile: int
+    shapes: dict[str, tuple[int, ...]]
+    addresses: list[int]
+    outputs: Outputs | None = None
 
 
 class TensorRTStepper(Stepper[DeviceCache], OnDevice):
@@ -70,6 +84,8 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._buffers: dict[str, int] = {}
         self._followed: set[str] = set()  # inputs that use a buffer of another part
         self._graphs = CudaGraphs(cuda)
+        self._prepared: dict[GraphKey, _Prepared] = {}
+        self._mask = np.empty(0, np.int64)
         self._logger = create_logger(trt)
         try:
             self._load(bundle, record)
@@ -87,19 +103,17 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._engine = self._runtime.deserialize_cuda_engine((bundle.folder / record.file).read_bytes())
         if self._engine is None:
             raise BundleError(f"engine {record.file}: it does not load: {self._logger.reason()}")
-        self._pairs = _cache_pairs(self._engine, self.contract)
-        self._check_tensors(record)
-        self._profiles = range(self._engine.num_optimization_profiles)
-        self._ranges = [self._profile_ranges(index) for index in self._profiles]
-        maxima = [{name: r[2] for name, r in ranges.items()} for ranges in self._ranges]
+        self._pairs = cache_pairs(self._engine, self.contract)
+        check_tensors(trt, self._engine, self.contract, record.file)
+        self._ranges = ProfileRanges(self._engine, self.contract.inputs)
         self.max_batch, self.max_seq_len = (
-            largest_size(axis, self.contract.inputs, maxima) for axis in (BATCH, SEQUENCE)
+            largest_size(axis, self.contract.inputs, self._ranges.maxima) for axis in (BATCH, SEQUENCE)
         )
         for spec in (*self.contract.step_inputs, *self.contract.step_outputs):
             self._buffers[spec.name] = cuda.allocate(self._largest_bytes(spec))
         cache_file = RuntimeCacheFile(bundle.folder, record) if record.backend == "tensorrt-rtx" else None
         self._makes_contexts = Contexts(self._name, trt, self._engine, cuda, self._logger, cache_file)
-        self._contexts = [self._makes_contexts.new(index) for index in self._profiles]
+        self._contexts = [self._makes_contexts.new(index) for index in range(len(self._ranges))]
 
     @property
     def graph_count(self) -> int:
@@ -111,26 +125,6 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self.description = f"{self._name}, CUDA graphs {'on' if on else 'off'}"
 
     # --- setup ----------------------------------------------------------------------------------------------
-
-    def _check_tensors(self, record: EngineRecord) -> None:
-        """Checks that the engine's inputs and outputs have the names, modes and dtypes of the contract."""
-        engine, mode = self._engine, self._trt.TensorIOMode
-        got = {}
-        for index in range(engine.num_io_tensors):
-            name = engine.get_tensor_name(index)
-            got[name] = (engine.get_tensor_mode(name) == mode.INPUT, dtype_name(engine.get_tensor_dtype(name)))
-        expected = {spec.name: (True, spec.dtype) for spec in self.contract.inputs} | {
-            spec.name: (False, spec.dtype) for spec in self.contract.outputs
-        }
-        if got != expected:
-            wrong = sorted(name for name in {*got, *expected} if got.get(name) != expected.get(name))
-            raise BundleError(f"engine {record.file}: its tensors {wrong} are not those of the bundle; build again")
-
-    def _profile_ranges(self, index: int) -> dict[str, list[tuple[int, ...]]]:
-        return {
-            spec.name: [tuple(shape) for shape in self._engine.get_tensor_profile_shape(spec.name, index)]
-            for spec in self.contract.inputs
-        }
 
     def _largest_bytes(self, spec: TensorSpec) -> int:
         """The size of a tensor in the largest step, rounded up to the alignment."""
@@ -202,42 +196,63 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         self._cuda.synchronize()
         return array
 
-    def _step(
-        self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int
-    ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    def _step(self, feeds: Mapping[str, Any], cache: DeviceCache, first_row: int) -> Outputs:
         """Queues a step. Returns dtype and shape of each output, which is in its buffer when the stream is done."""
         self._cuda.use_device()
         inputs: dict[str, Any] = {spec.name: _contiguous(feeds[spec.name], spec) for spec in self.contract.step_inputs}
-        batch, seq_len = inputs["position_ids"].shape
-        longest = self._longest_decode(inputs["attention_mask"].shape) if self.cuda_graphs and seq_len == 1 else None
-        captured = longest is not None
-        if longest is not None:
-            inputs["attention_mask"] = padded_to_bucket(inputs["attention_mask"], longest)
+        mask = inputs["attention_mask"]
+        one_token = inputs["position_ids"].shape[1] == 1
+        longest = self._ranges.longest_decode(mask.shape) if self.cuda_graphs and one_token else None
+        if longest is None:
+            prepared = self._prepare(inputs, cache, first_row)
+            self._fill_buffers(inputs)
+            context = self._contexts[prepared.profile]
+            self._enqueue(context, prepared)
+            return self._outputs(context)
+        length = bucket_length(mask.shape[1], longest)
+        inputs["attention_mask"] = self._padded(mask, length)
+        key = (cache.serial, first_row, len(mask), length)
+        found = self._prepared.get(key)
+        if found is None:
+            if len(self._prepared) >= MAX_PREPARED:
+                self._prepared.clear()
+            found = self._prepared[key] = self._prepare(inputs, cache, first_row)
+        self._fill_buffers(inputs)
+        context = self._replay(key, found)
+        if found.outputs is None:
+            found.outputs = self._outputs(context)
+        return found.outputs
+
+    def _prepare(self, inputs: Mapping[str, Any], cache: DeviceCache, first_row: int) -> _Prepared:
+        """Returns profile, shapes and addresses of a step.
+
+        Raises:
+            InputError: no profile takes the shapes.
+        """
         shapes = {name: array.shape for name, array in inputs.items()}
         for spec in self.contract.cache_specs:
-            shapes[spec.name] = spec.shape({BATCH: batch, CAPACITY: cache.capacity})
-        profile = self._profile_for(shapes)
-        for name, x in inputs.items():
-            self._fill_buffer(name, x)
-        addresses = cache.row_addresses(first_row)
-        if captured:
-            context = self._replay(profile, shapes, addresses)
-        else:
-            context = self._contexts[profile]
-            self._enqueue(context, shapes, addresses)
-        self._in_flight = inputs  # uploads read host memory until the stream is synchronized
+            shapes[spec.name] = spec.shape({BATCH: len(inputs["position_ids"]), CAPACITY: cache.capacity})
+        return _Prepared(self._ranges.first(shapes), shapes, cache.row_addresses(first_row))
+
+    def _padded(self, mask: np.ndarray, length: int) -> np.ndarray:
+        """Returns a mask [B, L] with zeros up to [B, `length`], in a buffer that the next step uses again."""
+        n = len(mask) * length
+        if len(self._mask) < n:
+            self._mask = np.empty(n, mask.dtype)
+        padded = self._mask[:n].reshape(len(mask), length)
+        padded[:, : mask.shape[1]], padded[:, mask.shape[1] :] = mask, 0
+        return padded
+
+    def _outputs(self, context: Any) -> Outputs:
         return {
             spec.name: (numpy_dtype(spec.dtype), tuple(context.get_tensor_shape(spec.name)))
             for spec in self.contract.step_outputs
         }
 
-    def _longest_decode(self, mask_shape: tuple[int, ...]) -> int | None:
-        """Returns the longest mask of the first profile that takes a step of one token with this mask, or None."""
-        tokens = (mask_shape[0], 1)
-        for ranges in self._ranges:
-            if _inside(tokens, ranges["position_ids"]) and _inside(mask_shape, ranges["attention_mask"]):
-                return ranges["attention_mask"][2][1]
-        return None
+    def _fill_buffers(self, inputs: Mapping[str, Any]) -> None:
+        self._in_flight = inputs  # uploads read host memory until the stream is synchronized
+        for name, x in inputs.items():
+            self._fill_buffer(name, x)
 
     def _fill_buffer(self, name: str, x: Any) -> None:
         """Queues what brings an input into its buffer."""
@@ -255,24 +270,9 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         for index, row in enumerate(x.rows):
             self._cuda.copy(buffer + index * stride, row.address, row.nbytes, row.nbytes, 1)
 
-    def _profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """The first profile that takes these shapes. Decode comes first, because it is optimized for one token.
-
-        Raises:
-            InputError: no profile takes them; the message has the tensor, its shape and the range of each profile.
-        """
-        for index, ranges in enumerate(self._ranges):
-            if all(_inside(shape, ranges[name]) for name, shape in shapes.items()):
-                return index
-        outside = (n for n, s in shapes.items() if not any(_inside(s, ranges[n]) for ranges in self._ranges))
-        name = next(outside)
-        allowed = " or ".join(f"{list(ranges[name][0])} to {list(ranges[name][2])}" for ranges in self._ranges)
-        problem = f"got shape {list(shapes[name])}, expected {allowed}, the engine's profiles"
-        raise InputError(f"{name}: {problem}; give smaller steps, or build for larger ones")
-
-    def _enqueue(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> None:
+    def _enqueue(self, context: Any, prepared: _Prepared) -> None:
         """Sets every shape and address, and queues the step."""
-        self._bind(context, shapes, addresses)
+        self._bind(context, prepared.shapes, prepared.addresses)
         self._execute(context)
 
     def _bind(self, context: Any, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> None:
@@ -293,31 +293,45 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
         if not good:
             raise RuntimeError(f"{self.description}: {call} failed: {self._logger.reason()}")
 
-    def _replay(self, profile: int, shapes: Mapping[str, tuple[int, ...]], addresses: Sequence[int]) -> Any:
-        """Queues a decode step as a graph. The first step of a key runs without a graph, and then captures it.
+    def _replay(self, key: GraphKey, prepared: _Prepared) -> Any:
+        """Queues a decode step, as a graph where it is captured; returns its context.
 
-        A capture that fails does not fail the step, which has run before it. From then on steps run without graphs.
+        The first step of a key runs in the profile's own context: a batch that comes once is not worth a capture. The
+        second one gets a context of its own and is captured. A capture that fails does not fail the step, which has run
+        before it. From then on steps run without graphs.
         """
-        key = graph_key(profile, shapes["attention_mask"], addresses)
         context = self._graphs.replay(key)
         if context is not None:
             return context
-        self._graphs.make_room()
-        contexts = self._makes_contexts
-        assert contexts is not None, "the engine is loaded"
-        context = contexts.new(profile, repeated=True)
-        self._enqueue(context, shapes, addresses)  # TensorRT's lazy setup must run outside of the capture
-        work = partial(self._execute, context)
-        if contexts.captures_itself:
-            self._graphs.keep(key, context, work)
+        own = self._context_to_repeat(prepared.profile) if self._graphs.is_worth(key) else None
+        context = own or self._contexts[prepared.profile]
+        self._enqueue(context, prepared)  # TensorRT's lazy setup must run outside of the capture
+        if own is None:
             return context
+        assert self._makes_contexts is not None, "it has made the context"
+        work = partial(self._execute, own)
+        if self._makes_contexts.captures_itself:
+            self._graphs.keep(key, own, work)
+            return own
         self._cuda.synchronize()
         try:
-            self._graphs.capture(key, context, work)
+            self._graphs.capture(key, own, work)
         except RuntimeError as error:
-            self._turn_graphs(False)
-            log.warning("%s: CUDA graphs go off, because a capture failed: %s; steps are slower", self._name, error)
-        return context
+            self._graphs_go_off(f"a capture failed: {error}")
+        return own
+
+    def _context_to_repeat(self, profile: int) -> Any | None:
+        """Returns a context for one step again and again. Returns None where TensorRT makes none."""
+        assert self._makes_contexts is not None, "the engine is loaded"
+        try:
+            return self._makes_contexts.new(profile, repeated=True)
+        except BackendError as error:
+            self._graphs_go_off(str(error))
+            return None
+
+    def _graphs_go_off(self, reason: str) -> None:
+        self._turn_graphs(False)
+        log.warning("%s: CUDA graphs go off, because %s; steps are slower", self._name, reason)
 
     def free(self) -> None:
         """Frees everything except the stream, which other parts may use. Continues where one thing raises."""
@@ -337,22 +351,6 @@ class TensorRTStepper(Stepper[DeviceCache], OnDevice):
             self.free()
 
 
-def _cache_pairs(engine: Any, contract: Contract) -> dict[str, str]:
-    """The present name of each past name, from the manifest.
-
-    Raises:
-        BundleError: the engine has alias information, and it differs from the manifest.
-    """
-    pairs = dict(contract.cache_pairs)
-    read_alias = getattr(engine, "get_aliased_input_tensor", None)
-    if read_alias is None:
-        return pairs
-    aliases = {alias: present for past, present in pairs.items() if (alias := read_alias(present))}
-    if aliases and aliases != pairs:
-        raise BundleError(f"engine: it aliases {aliases}, the manifest says {pairs}; build again")
-    return pairs
-
-
 def _release(cuda: Cuda, address: int) -> None:
     """Frees a tensor that left the engine. Its last reference may go in any thread."""
     cuda.use_device()
@@ -361,11 +359,6 @@ def _release(cuda: Cuda, address: int) -> None:
 
 def _contiguous(x: np.ndarray | DeviceRows | PassedOn, spec: TensorSpec) -> np.ndarray | DeviceRows | PassedOn:
     return x if isinstance(x, DeviceRows | PassedOn) else np.ascontiguousarray(x, numpy_dtype(spec.dtype))
-
-
-def _inside(shape: tuple[int, ...], limits: Sequence[tuple[int, ...]]) -> bool:
-    low, _, high = limits
-    return len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
 
 
 def open_tensorrt(bundle: Bundle, record: EngineRecord, cuda: Cuda, cuda_graphs: bool = True) -> TensorRTStepper:

@@ -51,7 +51,7 @@ def test_tensorrt_rtx_records_the_graphs_itself_and_nothing_is_captured_by_hand(
     stepper, cuda = opened(bundle, "tensorrt-rtx")
     got = decoded(stepper)
     engine = RtxEngineDouble.latest
-    assert (engine.recorded, engine.replayed, cuda.launches, cuda.live_graphs) == (1, 5, 0, 0)
+    assert (engine.recorded, engine.replayed, cuda.launches, cuda.live_graphs) == (1, 4, 0, 0)
     assert stepper.graph_count == 1 and stepper.cuda_graphs and len(engine.caches) == 1
     np.testing.assert_array_equal(got, decoded(opened(bundle, "tensorrt")[0]))
     off, _ = opened(bundle, "tensorrt-rtx", cuda_graphs=False)
@@ -129,6 +129,14 @@ def test_a_failed_capture_does_not_fail_the_step_and_graphs_go_off_once(bundle, 
     assert len(said) == 1 and said[0].levelno == logging.WARNING
     stepper.close()
     assert cuda.allocations == 0 and cuda.live_graphs == 0
+
+
+def test_a_context_that_cannot_be_made_does_not_fail_the_step(bundle, monkeypatch, caplog):
+    expected = decoded(opened(bundle, "tensorrt", cuda_graphs=False)[0])
+    stepper, cuda = opened(bundle, "tensorrt")
+    monkeypatch.setattr("tests.support.cuda_double.EngineDouble.create_execution_context", lambda *_: None)
+    np.testing.assert_array_equal(decoded(stepper), expected)
+    assert not stepper.cuda_graphs and "cannot create an execution context" in caplog.text and cuda.live_graphs == 0
 
 
 def test_the_double_refuses_a_capture_by_hand_of_tensorrt_rtx(bundle, caplog):
