@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from benchmarks.machine.machine_limits import Limits, compare_with_limits
 from benchmarks.machine.step_profile import component_times
@@ -22,6 +21,7 @@ from benchmarks.race.models import Models, random_checkpoint
 from benchmarks.race.workloads import COMPUTED_PAST, Decode, Workload
 from engines.library.gpu import visible_gpus
 from exporter.bundle.bundle import Bundle
+from exporter.bundle.tokenizer import load_tokenizer
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
 from exporter.measuring.agreement import prompts as real_prompts
@@ -173,7 +173,7 @@ class Course:
 
     def _prompts(self) -> list[list[int]]:
         if self.workload.config is None:
-            tokenizer = Tokenizer.from_file(str(self.models.checkpoint / "tokenizer.json"))
+            tokenizer = load_tokenizer(self.models.checkpoint / "tokenizer.json")
             return [tokenizer.encode(prompt).ids for prompt in real_prompts()[: self.workload.prompts]]
         generator = np.random.default_rng(SAMPLE_SEED)
         return generator.integers(0, self.config.vocab_size, (self.workload.prompts, 12)).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tokenizers import Tokenizer
 
 from exporter.bundle.bundle import Bundle
@@ -22,9 +24,26 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
         )
     try:
         read_document(path)
-        return Tokenizer.from_file(str(path))
+        return load_tokenizer(path)
     except Exception as error:  # the library raises plain Exceptions
         raise BundleError(f"{path}: it is no tokenizer ({str(error)[:300]}); export again") from None
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Loads a tokenizer.json without the settings of the program that saved it.
+
+    The file also holds how its writer cut and filled its own batches, and dropout of merges, which is for
+    training. Here the tokens of a text depend on the text alone. What the file adds around a text stays: a begin token.
+
+    Raises:
+        Exception: the library cannot read the file.
+    """
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
