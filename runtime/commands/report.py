@@ -33,9 +33,9 @@ def run(arguments: argparse.Namespace) -> None:
     with naming_flags(arguments), open_session(arguments, max_batch=1) as session:
         generation = Generation(session, encode(tokenizer, arguments.prompt), arguments.max_new_tokens, Sampler())
         started = time.perf_counter()
-        text = tokenizer.decode(list(generation))
+        tokens = list(generation)
         seconds = time.perf_counter() - started
-        n_prompt, n_decoded = len(generation.prompt), session.lengths[0] - len(generation.prompt)
+        text, n_prompt = tokenizer.decode(tokens), len(generation.prompt)
     size_mib = sum(entry["size_bytes"] for entry in manifest.files.values()) / 2**20
     table = Table.grid(padding=(0, 2))
     table.add_row("bundle", str(bundle.folder))
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
     if validation:
         table.add_row("validated", _verdict(validation))
     table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
-    table.add_row("speed", f"{n_prompt} + {n_decoded} tokens in {seconds:.2f} s")
+    table.add_row("speed", f"{n_prompt} + {len(tokens)} tokens in {seconds:.2f} s")
     table.add_row("prompt", arguments.prompt)
     for engine in read_records(bundle.folder):
         profiles = ", ".join(profile["name"] for profile in engine.profiles)

@@ -139,6 +139,61 @@ def test_generation_stops_when_the_cache_is_full(tiny_bundle):
         )  # two decoded into the cache, the last one only drawn
 
 
+def test_a_second_generation_on_a_session_knows_nothing_of_the_first(tiny_bundle):
+    folder = tiny_bundle("model").folder
+    with DecodeSession.open(folder) as session:
+        alone = generate(session, [4, 5])
+    with DecodeSession.open(folder, max_batch=1) as session:
+        generate(session, [1, 2, 3])
+        assert generate(session, [4, 5]) == alone
+        for _ in Generation(session, [1, 2, 3], 5, Sampler()):
+            break  # an iteration that is left early gives its slot back too
+        assert generate(session, [4, 5]) == alone and session.lengths == {}
+
+
+def test_two_generations_on_a_session_at_the_same_time_do_not_mix(tiny_bundle):
+    folder, sampler = tiny_bundle("model").folder, Sampler(temperature=2.0, seed=3)
+    with DecodeSession.open(folder) as session:
+        alone = [generate(session, prompt, sampler=sampler)[0] for prompt in ([1, 2, 3], [4, 5])]
+        both = [Generation(session, prompt, 5, sampler) for prompt in ([1, 2, 3], [4, 5])]
+        pairs = list(zip(*both, strict=True))
+    assert [list(tokens) for tokens in zip(*pairs, strict=True)] == alone
+
+
+def test_a_generation_is_iterated_once(tiny_bundle):
+    with DecodeSession.open(tiny_bundle("model").folder) as session:
+        generation = Generation(session, [1, 2, 3], 5, Sampler())
+        for _ in generation:
+            break
+        with pytest.raises(InputError, match="iterated already; keep its tokens in a list, or make another one"):
+            list(generation)
+
+
+def test_a_generation_is_refused_where_the_session_has_another_use(tiny_bundle):
+    with DecodeSession.open(tiny_bundle("model").folder, max_batch=1) as session:
+        session.prefill(np.array([[1, 2, 3]]))
+        with pytest.raises(InputError, match=r"used with rows; call reset\(\)"):
+            generate(session, [1])
+        session.reset()
+        session.acquire()
+        with pytest.raises(InputError, match="all 1 are taken"):
+            generate(session, [1])
+
+
+def test_a_generation_outlives_neither_reset_nor_close(tiny_bundle):
+    session = DecodeSession.open(tiny_bundle("model").folder)
+    tokens = iter(Generation(session, [1, 2, 3], 5, Sampler()))
+    next(tokens)
+    session.reset()
+    with pytest.raises(InputError, match="got 0, expected one of the active slots"):
+        next(tokens)
+    tokens = iter(Generation(session, [1, 2, 3], 5, Sampler()))
+    next(tokens)
+    session.close()
+    with pytest.raises(InputError, match="it is closed"):
+        next(tokens)
+
+
 def test_bad_generation_requests_are_refused(tiny_bundle):
     with DecodeSession.open(tiny_bundle("model").folder, cache_capacity=8) as session:
         for prompt, options, message in (
