@@ -27,7 +27,7 @@ from runtime.policy.full_cache import check_room
 from runtime.policy.launches import in_pieces, padded_launches, unpadded_launches
 from runtime.policy.memory_estimate import estimate_memory
 from runtime.policy.slots import SlotTable
-from runtime.state import SessionState, SlotState
+from runtime.state import CacheOrigin, SessionState, SlotState
 from runtime.turns import TakesTurns, in_turn
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class DecodeSession(TakesTurns):
         max_batch: sequences that the cache holds.
         cache_capacity: tokens that each sequence can hold.
         memory: the memory that the session needs, in bytes.
+        cache_origin: what the caches of this bundle depend on; an exported state carries it.
     """
 
     def __init__(self, bundle: Bundle, stepper: Stepper, max_batch: int, cache_capacity: int) -> None:
@@ -70,6 +71,7 @@ class DecodeSession(TakesTurns):
         self.backend, self.description = stepper.backend, stepper.description
         self.max_batch, self.cache_capacity = max_batch, cache_capacity
         self.memory = estimate_memory(bundle.manifest, stepper.backend, max_batch, cache_capacity)
+        self.cache_origin = CacheOrigin.of(bundle.manifest)
         self._inputs = InputChecker(bundle.manifest)
         self._output = self.manifest.contract.step_outputs[0]
         self._stepper, self._is_open = stepper, True
@@ -310,7 +312,7 @@ class DecodeSession(TakesTurns):
             InputError: the slot is not active, or the session is used with rows.
         """
         held = self._slot_table().held(slot)
-        return SlotState(held.length, tuple(self._cache.read(held.row, held.length)))
+        return SlotState(held.length, tuple(self._cache.read(held.row, held.length)), self.cache_origin)
 
     @in_turn
     def import_slot(self, state: SlotState) -> int:
@@ -320,11 +322,11 @@ class DecodeSession(TakesTurns):
             The new slot.
 
         Raises:
-            InputError: it is not a state, it does not fit this bundle or its capacity, all slots are taken, or the
-                session is used with rows.
+            InputError: it is not a state, it belongs to other weights or another form of them, it does not fit the
+                capacity, all slots are taken, or the session is used with rows.
         """
         table = self._slot_table()
-        self._state.check_slot_state(state, self.manifest.contract.cache_specs)
+        self._state.check_slot_state(state, self.manifest.contract.cache_specs, self.cache_origin)
         row = self._state.zeroed_row(table)
         self._cache.write(row, list(state.tensors))
         return self._state.take(table, row, state.length)

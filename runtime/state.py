@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from exporter.bundle.manifest import DATA_FILE, Manifest
 from exporter.common.errors import InputError
 from exporter.common.plain_numbers import is_whole, plain
+from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import numpy_dtype
 from exporter.spec.tensors import TensorSpec
 from exporter.steppers.protocol import Cache
@@ -21,16 +24,58 @@ from runtime.policy.slots import SlotTable
 
 
 @dataclass(frozen=True)
+class CacheOrigin:
+    """What the values of a cache depend on besides the tokens. Two bundles with equal origins can exchange caches.
+
+    Attributes:
+        weights: SHA-256 over the checksums of the files with the weights and the RoPE tables.
+        layers: the layers whose keys and values are cached.
+        numbers: how the bundle stores and computes numbers.
+        max_positions: positions that the graph was exported for.
+        config: the model's geometry, with RoPE.
+    """
+
+    weights: str
+    layers: str
+    numbers: str
+    max_positions: int
+    config: ModelConfig
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> CacheOrigin:
+        """Returns the origin of the caches of a bundle."""
+        data = [entry["sha256"] for name, entry in manifest.files.items() if name.rpartition("/")[2] == DATA_FILE]
+        first, weight_format = manifest.unit.first_layer, manifest.weight_format
+        return cls(
+            weights=hashlib.sha256(" ".join(data).encode()).hexdigest(),
+            layers=f"{first}:{first + manifest.unit.n_layers}",
+            numbers=f"{manifest.dtype}, attention in {manifest.attention_dtype}, weights in "
+            + (f"{weight_format.dtype} blocks of {weight_format.block_size}" if weight_format else manifest.dtype),
+            max_positions=manifest.max_positions,
+            config=manifest.config,
+        )
+
+    def differences(self, other: CacheOrigin) -> list[str]:
+        """Returns where another origin differs from this one, in words; empty where they are equal."""
+        pairs = [(field.name, getattr(other, field.name), getattr(self, field.name)) for field in fields(self)]
+        _, theirs, ours = pairs.pop()
+        pairs += [(field.name, getattr(theirs, field.name), getattr(ours, field.name)) for field in fields(ours)]
+        return [f"{name}: got {str(got)[:60]}, expected {str(own)[:60]}" for name, got, own in pairs if got != own]
+
+
+@dataclass(frozen=True)
 class SlotState:
     """A copy of one sequence's cache, to keep a prefix or to move it to another session.
 
     Attributes:
         length: tokens that it holds.
         tensors: key and value of each layer, [K, length, D] each, in the bundle's dtype.
+        origin: what it belongs to. A session imports only what belongs to its own bundle or an equal one.
     """
 
     length: int
     tensors: tuple[np.ndarray, ...]
+    origin: CacheOrigin | None = None
 
 
 class SessionState:
@@ -98,15 +143,17 @@ class SessionState:
             self.cache.copy(move.source, move.destination, table.length_of_row(move.source))
             table.moved(move)
 
-    def check_slot_state(self, state: SlotState, specs: Sequence[TensorSpec]) -> None:
+    def check_slot_state(self, state: SlotState, specs: Sequence[TensorSpec], origin: CacheOrigin) -> None:
         """Checks a state that a caller wants to import.
 
         Args:
             state: what the caller gave.
             specs: the cache tensors of the bundle.
+            origin: what the bundle's caches depend on.
 
         Raises:
-            InputError: it is not a state, it does not fit the bundle or the capacity, or it holds inf or NaN.
+            InputError: it is not a state, it belongs to another bundle, it does not fit the capacity, or it holds inf
+                or NaN.
         """
         if not isinstance(state, SlotState) or not is_whole(plain(state.length)) or state.length < 0:
             raise InputError(f"slot state: got {reprlib.repr(state)}, expected what export_slot returned")
@@ -119,6 +166,16 @@ class SessionState:
             raise InputError(
                 f"slot state: got {len(got)} tensors {got[:1]}, expected {len(expected)} {expected[:1]}, "
                 "as this bundle caches them"
+            )
+        if not isinstance(state.origin, CacheOrigin):
+            raise InputError(
+                f"slot state: got origin {reprlib.repr(state.origin)}, expected the cache_origin of the session that "
+                "computed it; import what export_slot returned"
+            )
+        if differences := origin.differences(state.origin):
+            raise InputError(
+                f"slot state: it belongs to another bundle ({'; '.join(differences)}), whose keys and values would give "
+                "wrong tokens here; compute the prefix again in this session"
             )
         if not all(np.isfinite(tensor).all() for tensor in tensors):
             raise InputError(

@@ -46,7 +46,7 @@ class Contender(Base[State]):
     def fill(self, state: State, past: list[np.ndarray]) -> None:
         dtype = self._bundle.manifest.contract.cache_specs[0].dtype
         assert dtype == "fp32", "every compared variant has a float32 cache"
-        shared = SlotState(past[0].shape[1], tuple(past))
+        shared = SlotState(past[0].shape[1], tuple(past), state.session.cache_origin)
         state.slots = [state.session.import_slot(shared) for _ in range(state.session.max_batch)]
 
     def step_bare(self, state: State) -> None:

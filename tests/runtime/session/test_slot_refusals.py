@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
+from exporter.bundle.bundle import Bundle
 from exporter.common.errors import InputError, NumericalError
+from exporter.export import ExportRequest, export_bundle
+from exporter.model.weights import RandomWeights
+from exporter.spec.catalogue import RopeScaling
+from exporter.spec.unit import Unit
 from runtime.state import SlotState
-from tests.support.slot_sessions import DeviceLost, every_backend, hidden_states, near, recompute, tokens, unchanged
+from tests.conftest import MAX_POSITIONS, TINY
+from tests.support.slot_sessions import (
+    DeviceLost,
+    every_backend,
+    hidden_states,
+    near,
+    on_onnxruntime,
+    recompute,
+    tokens,
+    unchanged,
+)
 
 # --- refused ---------------------------------------------------------------------------------------------------------
 
@@ -96,7 +113,7 @@ def test_a_full_session_refuses_another_sequence(tiny_bundle, open_backend, take
 def changed(state: SlotState, change) -> SlotState:
     """The state with its second tensor changed."""
     first, second, *rest = state.tensors
-    return SlotState(state.length, (first, change(second.copy()), *rest))
+    return dataclasses.replace(state, tensors=(first, change(second.copy()), *rest))
 
 
 def with_last(value: float):
@@ -132,6 +149,14 @@ BAD_STATES = {
     "one tensor": (lambda state: SlotState(5, state.tensors[0]), "got 1 tensors .* expected 6"),
     "None for tensors": (lambda state: SlotState(5, None), r"got 1 tensors \['NoneType'\], expected 6"),
     "NaN": (lambda state: changed(state, with_last(np.nan)), "inf or NaN"),
+    "no origin": (
+        lambda state: SlotState(state.length, state.tensors),
+        "got origin None, expected the cache_origin of the session that computed it",
+    ),
+    "an origin in words": (
+        lambda state: dataclasses.replace(state, origin="the same bundle"),
+        "got origin 'the same bundle', expected the cache_origin",
+    ),
 }
 
 
@@ -156,6 +181,48 @@ def test_a_state_longer_than_the_capacity_is_refused(tiny_bundle, open_backend):
         session.step({session.acquire(): tokens(3)})
         with unchanged(session), pytest.raises(InputError, match="holds 0 of 16 tokens and was asked for 17 more"):
             session.import_slot(state)
+
+
+SCALING = RopeScaling(8.0, 1.0, 4.0, 64)
+OTHER_BUNDLES = {  # what differs → its config, seed, positions and layers
+    "weights": (TINY, 1, MAX_POSITIONS, "0:2"),
+    "layers": (TINY, 0, MAX_POSITIONS, "1:3"),
+    "max_positions": (TINY, 0, 32, "0:2"),
+    "rope_theta": (dataclasses.replace(TINY, rope_theta=5e5), 0, MAX_POSITIONS, "0:2"),
+    "rope_scaling": (dataclasses.replace(TINY, rope_scaling=SCALING), 0, MAX_POSITIONS, "0:2"),
+    "norm_eps": (dataclasses.replace(TINY, norm_eps=1e-3), 0, MAX_POSITIONS, "0:2"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_BUNDLES)
+def test_a_state_of_another_bundle_of_equal_tensors_is_refused_and_the_message_says_what_differs(
+    tiny_bundle, tmp_path, what
+):
+    config, seed, max_positions, layers = OTHER_BUNDLES[what]
+    request = ExportRequest(
+        config, Unit.parse("stack", config, layers), RandomWeights(config, seed), "fp32", max_positions
+    )
+    export_bundle(request, tmp_path / "other", validated=False)
+    options = {"cache_capacity": 16}
+    with on_onnxruntime(Bundle.open(tmp_path / "other"), **options) as other:
+        other.step({other.acquire(): hidden_states(5)})
+        state = other.export_slot(0)
+    with on_onnxruntime(tiny_bundle("stack", layers="0:2"), **options) as session:
+        session.step({session.acquire(): hidden_states(5)})
+        assert [tensor.shape for tensor in session.export_slot(0).tensors] == [tensor.shape for tensor in state.tensors]
+        with unchanged(session), pytest.raises(InputError, match=f"another bundle .*{what}: got "):
+            session.import_slot(state)
+
+
+def test_an_export_of_the_same_weights_takes_the_state(tiny_bundle, tmp_path):
+    request = ExportRequest(TINY, Unit.parse("stack", TINY, "0:2"), RandomWeights(TINY, 0), "fp32", MAX_POSITIONS)
+    export_bundle(request, tmp_path / "again", validated=False)
+    with on_onnxruntime(Bundle.open(tmp_path / "again")) as again:
+        again.step({again.acquire(): hidden_states(5)})
+        state = again.export_slot(0)
+    with on_onnxruntime(tiny_bundle("stack", layers="0:2")) as session:
+        slot = session.import_slot(state)
+        assert session.lengths == {slot: 5}
 
 
 # --- steps that fail -------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -99,7 +100,7 @@ def test_slots_are_taken_from_whole_numbers_of_every_type(tiny_bundle, kind):
             one.outputs = one.step({slot: tokens(3)})
             fork = number(one.fork(slot))
             one.state = one.export_slot(fork)
-            one.imported = one.import_slot(SlotState(number(one.state.length), one.state.tensors))
+            one.imported = one.import_slot(dataclasses.replace(one.state, length=number(one.state.length)))
             one.release(slot)
             one.outputs |= one.step({fork: tokens(2), number(one.imported): tokens(1)})
         assert session.lengths == other.lengths == {1: 5, 2: 4}
@@ -330,6 +331,7 @@ def empty_state(session: DecodeSession) -> SlotState:
     return SlotState(
         0,
         tuple(np.zeros((spec.axes[1], 0, spec.axes[3]), np.float32) for spec in session.manifest.contract.cache_specs),
+        session.cache_origin,
     )
 
 
