@@ -174,7 +174,7 @@ class SessionState:
             )
         if differences := origin.differences(state.origin):
             raise InputError(
-                f"slot state: it belongs to another bundle ({'; '.join(differences)}), whose keys and values would give "
+                f"slot state: it belongs to another bundle ({'; '.join(differences)}), so its keys and values give "
                 "wrong tokens here; compute the prefix again in this session"
             )
         if not all(np.isfinite(tensor).all() for tensor in tensors):

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
         sampler = Sampler(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
         with open_session(arguments, max_batch=1) as session:
             generation = Generation(session, encode(tokenizer, arguments.prompt), arguments.max_new_tokens, sampler)
-            stream, count, started = TextStream(tokenizer), 0, time.perf_counter()
+            stream, count, started = TextStream(tokenizer, generation.prompt), 0, time.perf_counter()
             for token in generation:
                 count += 1
                 print(stream.push(token), end="", flush=True)

@@ -10,7 +10,6 @@ from exporter.common.errors import InputError
 from runtime import DecodeSession
 from runtime.text.generation import Generation
 from runtime.text.sampling import Sampler
-from runtime.text.stream import TextStream
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
 
@@ -214,18 +213,3 @@ def test_bad_generation_requests_are_refused(tiny_bundle):
                 generate(session, prompt, **options)
     with DecodeSession.open(tiny_bundle("block").folder) as session, pytest.raises(InputError, match="whole model"):
         generate(session, [1])
-
-
-class Bytes:
-    """A tokenizer whose tokens are single UTF-8 bytes."""
-
-    def decode(self, tokens):
-        return bytes(tokens).decode(errors="replace")
-
-
-def test_text_is_held_back_until_its_character_is_whole():
-    stream = TextStream(Bytes())
-    pieces = [stream.push(byte) for byte in "aé€z".encode()]
-    assert pieces == ["a", "", "é", "", "", "€", "z"] and stream.flush() == ""
-    stream = TextStream(Bytes())
-    assert stream.push("é".encode()[0]) == "" and stream.flush() == "\ufffd"
