@@ -48,6 +48,7 @@ class ExportRequest:
         max_positions: None for the default (8,192, or the context where that is shorter).
         attention_dtype: None for `dtype`, or "fp32" to compute attention in float32 and the rest in `dtype`.
         end_token_ids, tokenizer_files: added to the bundle of a whole model.
+        begin_token_id, pad_token_id: added to the settings of onnxruntime-genai; None where the checkpoint has none.
         provenance: entry of report.json about the origin of the weights.
         n_parts: number of graphs that the unit is cut into, each with consecutive layers.
         weight_format: the integer format of the matrices; None stores them in `dtype`.
@@ -61,6 +62,8 @@ class ExportRequest:
     attention_dtype: str | None = None
     end_token_ids: tuple[int, ...] = ()
     tokenizer_files: tuple[Path, ...] = ()
+    begin_token_id: int | None = None
+    pad_token_id: int | None = None
     provenance: dict | None = None
     n_parts: int = 1
     weight_format: WeightFormat | None = None
@@ -220,7 +223,8 @@ def _write_companions(request: ExportRequest, folder: Path) -> dict[str, dict]:
         shutil.copyfile(path, folder / path.name)
         files[path.name] = file_entry(folder / path.name)
     if request.unit.cache == "growing":
-        settings = genai_config(request.config, request.spec.max_positions, request.end_token_ids, GRAPH_FILE)
+        tokens = request.end_token_ids, GRAPH_FILE, request.begin_token_id, request.pad_token_id
+        settings = genai_config(request.config, request.spec.max_positions, *tokens)
         (folder / GENAI_CONFIG_FILE).write_text(to_json(settings), encoding="utf-8")
         files[GENAI_CONFIG_FILE] = file_entry(folder / GENAI_CONFIG_FILE)
     return files

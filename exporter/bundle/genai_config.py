@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from exporter.spec.catalogue import ModelConfig
 
+TOKEN_KEYS = ("bos_token_id", "pad_token_id")  # the checkpoint's own; a manifest does not have them
 
-def genai_config(config: ModelConfig, max_positions: int, end_token_ids: tuple[int, ...], graph_file: str) -> dict:
+
+def genai_config(
+    config: ModelConfig,
+    max_positions: int,
+    end_token_ids: tuple[int, ...],
+    graph_file: str,
+    begin_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> dict:
     """Returns the configuration that onnxruntime-genai reads (documented at
     onnxruntime.ai/docs/genai/reference/config).
 
     Past and present are separate tensors, so `past_present_share_buffer` is false. A graph has rotations for
     2 · max_positions positions, but a sequence has at most max_positions tokens.
+
+    A checkpoint without a begin token gives no `bos_token_id`. One without a pad token gives its end token, as genai's
+    own model builder does: genai would take token 0, and hide that token wherever a prompt has it.
     """
     end = list(end_token_ids)
-    begin = end[0] if end else 0  # genai requires a value; the tokenizer adds its own begin token to a prompt
+    pad = end[0] if pad_token_id is None and end else pad_token_id
+    tokens = {
+        "bos_token_id": begin_token_id,
+        "eos_token_id": end[0] if len(end) == 1 else end,
+        "pad_token_id": pad,
+    }
     return {
         "model": {
             "type": "llama",
-            "bos_token_id": begin,
-            "eos_token_id": end[0] if len(end) == 1 else end,
-            "pad_token_id": end[0] if end else 0,
+            **{key: value for key, value in tokens.items() if value is not None},
             "context_length": max_positions,
             "vocab_size": config.vocab_size,
             "decoder": {

@@ -29,9 +29,13 @@ class Checkpoint:
         weights: the weights by canonical name.
         end_token_ids: the tokens that end a generation.
         tokenizer_files: the tokenizer's files in the folder.
+        begin_token_id, pad_token_id: what a text begins with and what fills up a batch; None where the checkpoint does
+            not say.
     """
 
     config: ModelConfig
     weights: CheckpointWeights
     end_token_ids: tuple[int, ...]
     tokenizer_files: tuple[Path, ...]
+    begin_token_id: int | None = None
+    pad_token_id: int | None = None

@@ -51,9 +51,7 @@ def end_token_ids(folder: Path, config: dict, vocab_size: int) -> tuple[int, ...
     Raises:
         CheckpointError: a value is not a token of the vocabulary.
     """
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    ids = stated(generation, "eos_token_id", stated(config, "eos_token_id", []))
+    ids = _token_setting(folder, config, "eos_token_id", [])
     ids = ids if isinstance(ids, list) else [ids]
     if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab_size for token in ids):
         raise CheckpointError(
@@ -61,6 +59,26 @@ def end_token_ids(folder: Path, config: dict, vocab_size: int) -> tuple[int, ...
             "the model's vocabulary"
         )
     return tuple(ids)
+
+
+def token_id(folder: Path, config: dict, key: str) -> int | None:
+    """Returns a single token of generation_config.json, else of the config. None where both leave it out, or say -1.
+
+    Raises:
+        CheckpointError: the value is not a token id.
+    """
+    token = _token_setting(folder, config, key, None)
+    if token is None or token == -1:
+        return None
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**63:
+        raise CheckpointError(f"checkpoint {folder}: got {key} {short(token)}, expected a whole number of at least 0")
+    return token
+
+
+def _token_setting(folder: Path, config: dict, key: str, default: Any) -> Any:
+    path = folder / "generation_config.json"
+    generation = read_json(path) if path.is_file() else {}
+    return stated(generation, key, stated(config, key, default))
 
 
 def tokenizer_files(folder: Path) -> tuple[Path, ...]:

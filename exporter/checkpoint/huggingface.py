@@ -17,6 +17,7 @@ from exporter.checkpoint.checkpoint_folder import (
     read_json,
     same,
     stated,
+    token_id,
     tokenizer_files,
 )
 from exporter.checkpoint.stored_names import HUGGINGFACE_DERIVED, huggingface_name
@@ -71,6 +72,8 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
         weights=weights,
         end_token_ids=end_token_ids(folder, data, config.vocab_size),
         tokenizer_files=tokenizer_files(folder),
+        begin_token_id=token_id(folder, data, "bos_token_id"),
+        pad_token_id=token_id(folder, data, "pad_token_id"),
     )
 
 

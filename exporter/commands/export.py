@@ -172,6 +172,8 @@ def _read_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
         "weights": checkpoint.weights,
         "end_token_ids": checkpoint.end_token_ids,
         "tokenizer_files": checkpoint.tokenizer_files,
+        "begin_token_id": checkpoint.begin_token_id,
+        "pad_token_id": checkpoint.pad_token_id,
         "provenance": {"checkpoint": Path(arguments.checkpoint).name, "tensors": checkpoint.weights.counts},
     }
 

@@ -21,12 +21,13 @@ from exporter.bundle.engine_records import (
     read_records,
     size_problem,
 )
-from exporter.bundle.genai_config import genai_config
+from exporter.bundle.genai_config import TOKEN_KEYS, genai_config
 from exporter.bundle.manifest import (
     GENAI_CONFIG_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
     TOKENIZER_FILES,
+    Manifest,
     graph_beside,
     graph_files,
 )
@@ -242,8 +243,7 @@ def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
         yield f"it is not JSON ({str(error)[:200]})"
         return
     if name == GENAI_CONFIG_FILE:
-        expected = genai_config(manifest.config, manifest.max_positions, manifest.end_token_ids, GRAPH_FILE)
-        yield from _differences(data, json.loads(json.dumps(expected)))
+        yield from _genai_problems(manifest, data)
     if name == "tokenizer.json":
         try:
             largest = max(open_tokenizer(bundle).get_vocab().values(), default=0)
@@ -253,6 +253,19 @@ def _json_problems(bundle: Bundle, name: str) -> Iterator[str]:
         if largest >= manifest.config.vocab_size:
             size = manifest.config.vocab_size
             yield f"its largest token is {largest:,}, expected one below {size:,}, the size of the vocabulary"
+
+
+def _genai_problems(manifest: Manifest, data: object) -> Iterator[str]:
+    settings = genai_config(manifest.config, manifest.max_positions, manifest.end_token_ids, GRAPH_FILE)
+    expected = json.loads(json.dumps(settings))
+    model = data.get("model") if isinstance(data, dict) else None
+    for key in TOKEN_KEYS:  # the manifest does not have them, so any token may be right
+        expected["model"].pop(key, None)
+        if isinstance(model, dict) and key in model:
+            token = expected["model"][key] = model[key]
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                yield f"model.{key}: got {token!r:.80}, expected a whole number of at least 0"
+    yield from _differences(data, expected)
 
 
 def _differences(got: object, expected: object, place: str = "") -> Iterator[str]:
