@@ -13,9 +13,10 @@ from typing import Any
 
 from exporter.common.errors import CheckFailed, InputError, NumericalError
 from exporter.common.signals import Stopped, on_signal
-from exporter.common.terminal import say, stderr
+from exporter.common.terminal import escaped_output, flush_output, reader_is_gone, say, stderr
 
 EXIT_GOOD, EXIT_CHECK_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_NO_READER = 128 + signal.SIGPIPE  # as a shell reports a program that SIGPIPE ended
 
 
 def _stop(number: int) -> None:
@@ -28,17 +29,31 @@ def run(
     """Parses the arguments, runs the command, and turns every exception into one line and an exit code.
 
     With --verbose the log of the run goes to stderr. With --debug, details and the traceback of an error follow it
-    there.
+    there. Where the program that reads the output ends first, such as `head`, the command ends too and says nothing.
     """
-    parsed = parser.parse_args(arguments)
+    try:
+        try:
+            parsed = parser.parse_args(arguments)
+        except SystemExit:  # after --help
+            flush_output()
+            raise
+        return _run(main, parsed)
+    except BrokenPipeError:  # only of the output: `_run` reports another
+        reader_is_gone()
+        return EXIT_NO_READER
+
+
+def _run(main: Callable[[argparse.Namespace], int | None], parsed: argparse.Namespace) -> int:
     with _logged(parsed):
         try:
-            with on_signal(_stop):
+            with on_signal(_stop), escaped_output():
                 return main(parsed) or EXIT_GOOD
         except KeyboardInterrupt as error:
             say("interrupted; nothing half-written was left")
             return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
         except Exception as error:
+            if isinstance(error, BrokenPipeError) and (error.filename == "stdout" or reader_is_gone()):
+                raise
             if parsed.debug:
                 stderr.print(traceback.format_exc().rstrip(), markup=False)
             line, code = _one_line(error, parsed.debug)
