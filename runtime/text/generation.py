@@ -1,25 +1,70 @@
-"""The generation loop: it decodes tokens after a prompt until an end token, the wanted number, or a full cache."""
+"""The generation loop: it decodes one text or several at once, each in a slot of its own."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import reprlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from exporter.common.errors import InputError
-from exporter.common.plain_numbers import is_whole, plain
-from runtime.inputs import as_array
 from runtime.session import DecodeSession
 from runtime.text.sampling import Sampler
+from runtime.text.sequence import GeneratedSequence, Piece
+from runtime.text.stopping import StopRules
+
+Pieces = Generator[tuple[int, Piece], None, None]  # index of a text, and what a step added to it
+
+
+def generate(session: DecodeSession, sequences: Sequence[GeneratedSequence]) -> Pieces:
+    """Generates texts, as many at once as the session has free slots. The others begin when a slot is free again.
+
+    Args:
+        session: a session on a whole model that is used with slots. Its other slots are left alone.
+        sequences: new texts.
+
+    Yields:
+        The index of a text and what a step added to it.
+
+    Raises:
+        InputError: the bundle is no whole model, a prompt does not fit in the cache, or the session has no free slot.
+    """
+    if session.manifest.unit.kind != "model":
+        raise InputError(f"generate: the bundle is a {session.manifest.unit}, expected a whole model")
+    for index, sequence in enumerate(sequences):
+        if len(sequence.prompt) > session.cache_capacity:
+            raise InputError(
+                f"prompt{f' {index + 1}' if len(sequences) > 1 else ''}: it has {len(sequence.prompt)} tokens and the "
+                f"cache holds {session.cache_capacity}; shorten it, or open the session with a larger cache_capacity"
+            )
+    return _pieces(session, sequences)
+
+
+def _pieces(session: DecodeSession, sequences: Sequence[GeneratedSequence]) -> Pieces:
+    waiting, running = deque(range(len(sequences))), dict[int, int]()  # indices; slot → index
+    try:
+        while waiting or running:
+            while waiting and (len(session.lengths) < session.max_batch or not running):
+                running[session.acquire()] = waiting.popleft()
+            results = session.step({slot: sequences[index].next_tokens for slot, index in running.items()})
+            for slot, logits in results.items():
+                index = running[slot]
+                sequence = sequences[index]
+                n_cached = len(sequence.prompt) + len(sequence.tokens)
+                piece = sequence.take(logits, n_cached < session.cache_capacity)
+                if sequence.stopped_by:
+                    session.release(slot)
+                    del running[slot]
+                yield index, piece
+    finally:
+        for slot in running:
+            with contextlib.suppress(InputError):  # the session was closed or reset meanwhile, and the slot with it
+                session.release(slot)
 
 
 @dataclass
 class Generation:
-    """The generation of one sequence. Iterate over it, once, for the new tokens.
+    """The generation of one text. Iterate over it, once, for the new tokens.
 
     It takes a slot of the session when the iteration begins and releases it when the iteration ends. So several
     generations may use one session, one after the other or at the same time, and none sees another one's text.
@@ -37,24 +82,14 @@ class Generation:
     max_new_tokens: int
     sampler: Sampler
     stopped_by: str | None = None
+    _pieces: Pieces = field(init=False, repr=False)
+    _sequence: GeneratedSequence = field(init=False, repr=False)
     _begun: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.session.manifest.unit.kind != "model":
-            raise InputError(f"generate: the bundle is a {self.session.manifest.unit}, expected a whole model")
-        self.max_new_tokens = plain(self.max_new_tokens)
-        if not is_whole(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens: got {self.max_new_tokens!r}, expected a whole number of at least 1")
-        tokens = as_array(self.prompt, "prompt")
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise InputError(f"prompt: got {reprlib.repr(self.prompt)}, expected token ids")
-        if not tokens.size:
-            raise InputError("prompt: it has no tokens, expected at least one")
-        if len(self.prompt) > self.session.cache_capacity:
-            raise InputError(
-                f"prompt: it has {len(self.prompt)} tokens and the cache holds {self.session.cache_capacity}; "
-                "shorten it, or open the session with a larger cache_capacity"
-            )
+        end_token_ids, rules = self.session.manifest.end_token_ids, StopRules(self.max_new_tokens)
+        self._sequence = GeneratedSequence(self.prompt, self.sampler, rules, end_token_ids)
+        self._pieces = generate(self.session, [self._sequence])
 
     def __iter__(self) -> Iterator[int]:
         """Returns an iterator over the new tokens, without the end token.
@@ -68,23 +103,8 @@ class Generation:
         return self._tokens()
 
     def _tokens(self) -> Iterator[int]:
-        session, sampler = self.session, dataclasses.replace(self.sampler)
-        slot = session.acquire()
-        try:
-            logits = session.step({slot: as_array(self.prompt, "prompt")})[slot]
-            for count in range(1, self.max_new_tokens + 1):
-                token = sampler(logits)
-                if token in session.manifest.end_token_ids:
-                    self.stopped_by = "end token"
-                    return
-                yield token
-                if count == self.max_new_tokens:
-                    self.stopped_by = "max_new_tokens"
-                    return
-                if len(self.prompt) + count - 1 == session.cache_capacity:  # what the cache holds without this token
-                    self.stopped_by = "cache_capacity"
-                    return
-                logits = session.step({slot: np.array([token], np.int64)})[slot]
-        finally:
-            with contextlib.suppress(InputError):  # the session was closed or reset meanwhile, and the slot with it
-                session.release(slot)
+        with contextlib.closing(self._pieces) as pieces:
+            for _, piece in pieces:
+                self.stopped_by = self._sequence.stopped_by
+                if piece.token is not None:
+                    yield piece.token
