@@ -9,12 +9,14 @@ from exporter.bundle.bundle import ENGINES_FILE, Bundle
 from exporter.bundle.manifest import Manifest
 from exporter.common.errors import BackendError, InputError
 from exporter.common.memory import available_host_bytes
+from exporter.common.plain_numbers import is_whole, plain
 from exporter.spec.limits import check_cache_capacity
 from exporter.steppers.protocol import Stepper
 from runtime.policy.memory_estimate import estimate_memory
 
 log = logging.getLogger(__name__)
 
+MOST_THREADS = 1024
 BACKENDS = ("auto", "eager", "onnxruntime", "tensorrt")
 
 
@@ -26,6 +28,7 @@ def open_stepper(
     cache_capacity: int | None,
     verify: str = "graph",
     allow_host_code: bool = False,
+    threads: int | None = None,
 ) -> tuple[Stepper, int]:
     """Opens a stepper, after checking that the session fits in memory. The arguments are those of `DecodeSession.open`.
 
@@ -33,7 +36,7 @@ def open_stepper(
         The stepper, and the cache capacity to use.
 
     Raises:
-        InputError: an unknown backend, providers for a backend without any, or sizes that do not fit.
+        InputError: an unknown backend, providers or threads for a backend without any, or sizes that do not fit.
         BackendError: the backend or provider is not installed or cannot run this bundle.
     """
     if backend not in BACKENDS:
@@ -47,15 +50,19 @@ def open_stepper(
         )
     if len(names) > 1:
         raise InputError(f"providers: got {list(names)}, expected one; a second one would be a silent fallback")
+    threads = plain(threads)
+    if threads is not None:
+        _check_threads(threads, backend)
     if backend == "tensorrt":
         return _open_tensorrt(bundle, max_batch, cache_capacity, verify, allow_host_code)
-    if backend == "auto" and not names and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
+    asked = [f"provider {name}" for name in names] + ([f"{threads} threads"] if threads is not None else [])
+    if backend == "auto" and not asked and all((part.folder / ENGINES_FILE).is_file() for part in bundle.parts):
         try:
             return _open_tensorrt(bundle, max_batch, cache_capacity, verify, allow_host_code)
         except BackendError as error:
             log.info("auto takes onnxruntime: %s", error)
     elif backend == "auto":
-        reason = f"provider {names[0]} was asked for" if names else "the bundle has no engines"
+        reason = f"{' and '.join(asked)} asked for, and only it has them" if asked else "the bundle has no engines"
         log.info("auto takes onnxruntime: %s", reason)
     manifest, name = bundle.manifest, "eager" if backend == "eager" else "onnxruntime"
     capacity = check_cache_capacity(cache_capacity, manifest.config, manifest.dtype, manifest.max_positions)
@@ -68,7 +75,17 @@ def open_stepper(
     from exporter.steppers.parts_stepper import open_parts
 
     provider = names[0] if names else None
-    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, provider)), capacity
+    return open_parts(bundle, lambda part: OnnxruntimeStepper.from_bundle(part, provider, threads=threads)), capacity
+
+
+def _check_threads(threads: int, backend: str) -> None:
+    if not is_whole(threads) or not 1 <= threads <= MOST_THREADS:
+        raise InputError(f"threads: got {threads!r}, expected a whole number from 1 to {MOST_THREADS}")
+    if backend in ("eager", "tensorrt"):
+        raise InputError(
+            f"threads: got {threads} for the {backend} backend, expected none; they are onnxruntime's; "
+            "torch has torch.set_num_threads"
+        )
 
 
 def _check_memory(manifest: Manifest, backend: str, max_batch: int, capacity: int, free_bytes: int) -> None:

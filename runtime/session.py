@@ -90,6 +90,7 @@ class DecodeSession(TakesTurns):
         cache_capacity: int | None = None,
         verify: str = "graph",
         allow_host_code: bool = False,
+        threads: int | None = None,
     ) -> DecodeSession:
         """Opens a bundle for decoding.
 
@@ -103,6 +104,7 @@ class DecodeSession(TakesTurns):
                 means the engine's capacity, or the smaller of 2,048 and the positions that the graph was exported for.
             verify: "graph" checks file sizes and the graph's checksum; "full" checks every checksum, also the engine's.
             allow_host_code: whether the engine may run code of its own on the CPU, as version-compatible ones do.
+            threads: threads of onnxruntime, which auto takes then; None means one for each processor that it may use.
 
         Raises:
             InputError: a bad argument, a unit without a cache, or not enough memory; nothing was allocated.
@@ -121,7 +123,7 @@ class DecodeSession(TakesTurns):
         if not is_whole(max_batch) or not 1 <= max_batch <= LARGEST_COUNT:
             raise InputError(f"max_batch: got {max_batch!r}, expected a whole number of at least 1")
         try:
-            asked = (backend, providers, max_batch, cache_capacity, verify, allow_host_code)
+            asked = (backend, providers, max_batch, cache_capacity, verify, allow_host_code, threads)
             stepper, capacity = open_stepper(opened, *asked)
         except Exception:
             opened.check_unchanged()  # the reason may be files of two bundles
@@ -322,8 +324,7 @@ class DecodeSession(TakesTurns):
             The new slot.
 
         Raises:
-            InputError: it is not a state, it belongs to other weights or another form of them, it does not fit the
-                capacity, all slots are taken, or the session is used with rows.
+            InputError: it is no state of this bundle, it does not fit, all slots are taken, or rows are in use.
         """
         table = self._slot_table()
         self._state.check_slot_state(state, self.manifest.contract.cache_specs, self.cache_origin)

@@ -15,6 +15,7 @@ import onnxruntime
 
 from exporter.bundle.bundle import Bundle
 from exporter.common.errors import BackendError, BundleError
+from exporter.common.processors import limited_threads
 from exporter.common.timing import timed
 from exporter.spec.dtypes import DTYPES, ONNX_TYPES, numpy_dtype
 from exporter.spec.tensors import BATCH, CAPACITY, Contract
@@ -83,6 +84,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
         provider: str | None = None,
         data_folder: Path | None = None,
         integer_products: bool = False,
+        threads: int | None = None,
     ) -> None:
         """Opens a session over a graph.
 
@@ -94,10 +96,11 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
             data_folder: folder with the data of a model given as bytes.
             integer_products: whether onnxruntime may round activations to 8 bits, a block at a time, before products
                 with weights in integers. This is several times as fast on the CPU, but not what the graph says.
+            threads: threads of the CPU's operators; None is what `open_session` says.
         """
         provider = "CPUExecutionProvider" if provider is None else provider
         _check_provider(provider, dtype)
-        self._session = open_session(graph, provider, data_folder, integer_products)
+        self._session = open_session(graph, provider, data_folder, integer_products, threads)
         started = self._session.get_providers()[0]
         if started != provider:
             raise BackendError(
@@ -108,12 +111,18 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
         self.description = f"onnxruntime {onnxruntime.__version__} on {provider}" + (
             ", integer products" if integer_products else ""
         )
+        if threads is not None:
+            self.description += f", {threads} thread{'s' if threads > 1 else ''}"
         self._device = DEVICES[provider]
         self._types = {spec.name: ONNX_TYPES[spec.dtype] for spec in (*contract.inputs, *contract.outputs)}
 
     @classmethod
     def from_bundle(
-        cls, bundle: Bundle, provider: str | None = None, integer_products: bool = True
+        cls,
+        bundle: Bundle,
+        provider: str | None = None,
+        integer_products: bool = True,
+        threads: int | None = None,
     ) -> OnnxruntimeStepper:
         """Opens a bundle for decoding, with integer products where its weights are in integers."""
         integer_products &= bundle.manifest.weight_format is not None
@@ -123,6 +132,7 @@ class OnnxruntimeStepper(Stepper[HostCache | CudaCache]):
             bundle.manifest.dtype,
             provider,
             integer_products=integer_products,
+            threads=threads,
         )
 
     def new_cache(self, n_rows: int, capacity: int) -> HostCache | CudaCache:
@@ -197,8 +207,12 @@ def open_session(
     provider: str = "CPUExecutionProvider",
     data_folder: Path | None = None,
     integer_products: bool = False,
+    threads: int | None = None,
 ) -> onnxruntime.InferenceSession:
     """Opens a quiet session on one provider, over a graph file or a model's bytes with external data in `data_folder`.
+
+    `threads` is for the CPU's operators. None takes onnxruntime's own choice, one for each core of the machine, or the
+    processors that this process may use where its affinity or its container's quota allows fewer.
 
     Raises:
         BundleError: onnxruntime refuses the graph.
@@ -208,6 +222,10 @@ def open_session(
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.enable_mem_pattern = False  # it keeps a memory plan for every distinct set of input shapes, for ever
+    if threads is None:
+        threads = limited_threads()
+    if threads is not None:
+        options.intra_op_num_threads = threads
     options.add_session_config_entry(
         "session.qdq_matmulnbits_accuracy_level", _INTEGER_PRODUCTS if integer_products else _FLOAT32_PRODUCTS
     )

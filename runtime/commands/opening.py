@@ -22,8 +22,14 @@ FLAGS = {  # argument of a library function → flag of the commands
     "allow_host_code": "--allow-host-code",
     "cache_capacity": "--cache-capacity",
     "max_batch": "--batch",
+    "frequency_penalty": "--frequency-penalty",
+    "logit_bias": "--logit-bias",
     "max_new_tokens": "--max-new-tokens",
+    "min_p": "--min-p",
+    "presence_penalty": "--presence-penalty",
     "providers": "--provider",
+    "repetition_penalty": "--repetition-penalty",
+    "stop_token_ids": "--stop-token",
     "top_k": "--top-k",
     "top_p": "--top-p",
 }
@@ -45,6 +51,12 @@ def add_session_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that a sequence can hold (default {DEFAULT_CACHE_CAPACITY}, at most the export's positions)",
     )
     parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of onnxruntime (default: one for each core, at most what the container's quota allows)",
+    )
+    parser.add_argument(
         "--verify",
         choices=VERIFY,
         default="graph",
@@ -64,6 +76,7 @@ def open_session(arguments: argparse.Namespace, max_batch: int) -> DecodeSession
         cache_capacity=arguments.cache_capacity,
         verify=arguments.verify,
         allow_host_code=arguments.allow_host_code,
+        threads=arguments.threads,
     )
     terminal.say(f"backend: {session.description}; cache: {max_batch} × {session.cache_capacity} tokens")
     return session
