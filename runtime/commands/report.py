@@ -11,8 +11,10 @@ from rich.table import Table
 from exporter.bundle.engine_records import read_records
 from exporter.common import terminal
 from runtime.commands.opening import add_session_arguments, naming_flags, open_session, open_text_bundle
-from runtime.text.generation import Generation
+from runtime.text.generation import generate
 from runtime.text.sampling import Sampler
+from runtime.text.sequence import GeneratedSequence
+from runtime.text.stopping import StopRules
 
 
 def add_parser(commands: Any) -> None:
@@ -31,11 +33,12 @@ def run(arguments: argparse.Namespace) -> None:
     bundle, tokenizer = open_text_bundle(arguments.bundle)
     manifest, validation = bundle.manifest, bundle.read_report().get("validation")
     with naming_flags(arguments), open_session(arguments, max_batch=1) as session:
-        generation = Generation(session, encode(tokenizer, arguments.prompt), arguments.max_new_tokens, Sampler())
+        prompt, rules = encode(tokenizer, arguments.prompt, terminal.say), StopRules(arguments.max_new_tokens)
+        answer = GeneratedSequence(prompt, Sampler(), rules, manifest.end_token_ids, tokenizer)
         started = time.perf_counter()
-        tokens = list(generation)
+        for _ in generate(session, [answer]):
+            pass
         seconds = time.perf_counter() - started
-        text, n_prompt = tokenizer.decode(tokens), len(generation.prompt)
     size_mib = sum(entry["size_bytes"] for entry in manifest.files.values()) / 2**20
     table = Table.grid(padding=(0, 2))
     table.add_row("bundle", str(bundle.folder))
@@ -43,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     if validation:
         table.add_row("validated", _verdict(validation))
     table.add_row("backend", f"{session.description}, cache of {session.cache_capacity} tokens")
-    table.add_row("speed", f"{n_prompt} + {len(tokens)} tokens in {seconds:.2f} s")
+    table.add_row("speed", f"{len(prompt)} + {len(answer.tokens)} tokens in {seconds:.2f} s")
     table.add_row("prompt", arguments.prompt)
     for engine in read_records(bundle.folder):
         profiles = ", ".join(profile["name"] for profile in engine.profiles)
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"{engine.portability}; profiles {profiles}; built in {engine.build_seconds:.1f} s",
         )
     terminal.stderr.print(table)
-    print(f"text      {text!r}")
+    print(f"text      {answer.text!r}")
 
 
 def _verdict(validation: dict) -> str:
