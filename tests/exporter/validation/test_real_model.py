@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from exporter.bundle.chat_template import read_chat_template
+from exporter.bundle.tokenizer import encode_chat
 from runtime import DecodeSession
-from runtime.text.generation import Generation
+from runtime.text.chat import Chat
+from runtime.text.generation import Generation, generate
 from runtime.text.sampling import Sampler
+from runtime.text.sequence import GeneratedSequence
+from runtime.text.stopping import StopRules
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +77,37 @@ def test_the_known_prompt_has_the_known_tokens_and_goes_on_with_paris(session, t
     assert ids == [504, 3575, 282, 4649, 314]
     session.reset()
     assert tokenizer.decode(list(Generation(session, ids, 2, Sampler()))) == " Paris."
+
+
+def test_a_chat_with_the_model_reads_like_one(session, tokenizer, smollm2_bundle):
+    """Two chats at once come back in order; a stop string that is spread over tokens stops."""
+    chat = Chat(read_chat_template(smollm2_bundle("fp32")))
+    questions = ["What is the capital of France?", "What is the largest planet of the solar system?"]
+    prompts = [encode_chat(tokenizer, chat.render([{"role": "user", "content": text}])) for text in questions]
+
+    def answers(*stop: str) -> list[GeneratedSequence]:
+        rules = StopRules(40, stop)
+        sequences = [GeneratedSequence(prompt, Sampler(), rules, (2,), tokenizer) for prompt in prompts]
+        session.reset()
+        for _ in generate(session, sequences):
+            pass
+        return sequences
+
+    france, planet = answers()
+    assert (france.text, france.stopped_by) == ("The capital of France is Paris.", "end token")
+    assert "Jupiter" in planet.text
+    stopped, _ = answers("al of Fran")
+    assert (stopped.text, stopped.stopped_by) == ("The capit", "stop string")
+    assert tokenizer.encode("The capital of France").tokens == ["The", "Ġcapital", "Ġof", "ĠFrance"]
+
+
+def test_the_template_renders_as_transformers_renders_it(smollm2_bundle, smollm2_checkpoint):
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    import transformers
+
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2_checkpoint)
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert Chat(read_chat_template(smollm2_bundle("fp32"))).render(messages) == expected
 
 
 def test_the_half_precision_model_says_paris_too(smollm2_bundle, tokenizer):
