@@ -75,7 +75,7 @@ class TextStream:
             n_characters = len(self._pending_text())
             if n_characters >= n_held:  # else the cut was inside of what is one U+FFFD together
                 break
-        self._n_returned = n_characters - n_held
+        self._n_returned = max(0, n_characters - n_held)
 
     def _pending_text(self) -> str:
         """Returns the text that the pending tokens have after the context."""
