@@ -24,6 +24,7 @@ from exporter.costs.stored_size import stored_weights_bytes
 from exporter.graph.assemble import assemble
 from exporter.graph.contract_check import check_graph
 from exporter.graph.weight_writer import WrittenGraph, write_graph
+from exporter.model.rounding import Rounding, worst
 from exporter.model.weights import WeightSource
 from exporter.placing.folders import new_folder
 from exporter.spec.catalogue import ModelConfig, short
@@ -131,7 +132,7 @@ def export_bundle(
 
     Raises:
         InputError: a dtype, the number of positions or parts, a limit, or the output folder cannot be used.
-        CheckpointError: a weight is not finite, or not finite in the bundle's dtype.
+        CheckpointError: a weight is not finite, is not finite in the bundle's dtype, or loses more than is allowed.
         CheckFailed: the graph breaks its contract, disagrees with the eager definition, or costs more than its dtype
             or the limits allow; nothing is left behind.
     """
@@ -140,12 +141,13 @@ def export_bundle(
     limits.check(spec.unit, by_layer=False)
     sizes = [stored_weights_bytes(spec, bounds) for bounds in parts or [None]]
     with new_folder(target, sum(sizes)) as folder:
-        manifest, flushed = _write_bundle(request, folder, progress, say)
+        manifest, roundings = _write_bundle(request, folder, progress, say)
         bundle = Bundle(folder, manifest)
-        report = {
+        report: dict[str, Any] = {
             "versions": versions("torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy"),
             "provenance": request.provenance or {},
-            "flushed_to_zero": flushed,
+            "flushed_to_zero": _flushed(roundings),
+            "worst_rounding": worst(roundings),
             "export": {"seconds": round(time.perf_counter() - started, 3), "peak_memory_bytes": peak_memory_bytes()},
         }
         if validated:
@@ -164,11 +166,11 @@ def export_bundle(
 
 def _write_bundle(
     request: ExportRequest, folder: Path, progress: Callable[[int], None], say: Callable[[str], None]
-) -> tuple[Manifest, dict[str, int]]:
-    """Writes all but the report; returns the manifest and how many values of each weight became zero."""
+) -> tuple[Manifest, dict[str, Rounding]]:
+    """Writes all but the report; returns the manifest and what each weight lost."""
     spec, parts = request.spec, request.parts
     files: dict[str, dict] = {}
-    flushed: dict[str, int] = {}
+    roundings: dict[str, Rounding] = {}
     for index, bounds in enumerate(parts or [None]):
         prefix = "" if bounds is None else f"{part_folder(index)}/"
         what = str(spec.unit)
@@ -176,10 +178,10 @@ def _write_bundle(
             what = f"part {index + 1} of {len(parts)}, layers {bounds[0]}:{bounds[1]} of {what}"
         say(f"trace: {what}, {spec.dtype}, {spec.max_positions} positions")
         written = _write_graph(request, bounds, folder / prefix, progress, say)
-        flushed |= written.flushed
+        roundings |= written.roundings
         for name in (GRAPH_FILE, DATA_FILE):
             files[f"{prefix}{name}"] = file_entry(folder / prefix / name, written.checksums[name])
-    if flushed:
+    if flushed := _flushed(roundings):
         say(
             f"note: {sum(flushed.values()):,} values of {len(flushed)} weights are too small for {spec.dtype} "
             "and became zero; see report.json"
@@ -194,7 +196,12 @@ def _write_bundle(
         parts=parts,
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest, flushed
+    return manifest, roundings
+
+
+def _flushed(roundings: dict[str, Rounding]) -> dict[str, int]:
+    """Returns how many values of each weight became zero, without the weights that have none."""
+    return {name: rounding.n_zero for name, rounding in roundings.items() if rounding.n_zero}
 
 
 def _write_graph(

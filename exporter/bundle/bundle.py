@@ -17,7 +17,7 @@ from pathlib import Path
 
 from exporter.bundle.graph_form import check_graph_form
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest, graph_beside, part_folder
-from exporter.common.documents import LARGEST_BYTES, is_inside, is_text, read_document
+from exporter.common.documents import LARGEST_BYTES, is_inside, is_text, read_document, unreadable
 from exporter.common.errors import BundleError, InputError, together
 from exporter.common.timing import timed
 from exporter.spec.catalogue import short
@@ -218,7 +218,7 @@ class Bundle:
         try:
             report = read_document(path)
         except (OSError, ValueError) as error:
-            raise BundleError(f"{path}: not JSON that can be read ({str(error)[:300]}); {remedy}") from None
+            raise BundleError(f"{path}: {unreadable(error, 'not JSON that can be read', remedy)}") from None
         if not isinstance(report, dict):
             raise BundleError(f"{path}: got a JSON {type(report).__name__}, expected an object; {remedy}")
         if not isinstance(report.get("validation", {}), dict):

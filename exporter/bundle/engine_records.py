@@ -12,7 +12,7 @@ from typing import Any
 
 from exporter.bundle.bundle import ENGINES_FILE, Bundle, sha256_of
 from exporter.bundle.manifest import check_format_version, is_sha256
-from exporter.common.documents import is_inside, read_document, to_json
+from exporter.common.documents import is_inside, read_document, to_json, unreadable
 from exporter.common.errors import BundleError
 from exporter.spec.catalogue import LARGEST_COUNT, short
 from exporter.spec.tensors import CAPACITY, TOTAL, TensorSpec
@@ -107,7 +107,7 @@ def read_records(folder: Path) -> list[EngineRecord]:
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         if isinstance(error, BundleError):
             raise
-        raise BundleError(f"{path}: it is damaged ({str(error)[:300]}); {remedy}") from None
+        raise BundleError(f"{path}: {unreadable(error, 'it is damaged', remedy)}") from None
     twice = [name for name, count in Counter(record.file for record in records).items() if count > 1]
     if twice:
         raise BundleError(f"{path}: it is damaged (several records of {', '.join(twice)}); {remedy}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exporter import __version__
-from exporter.common.documents import parse_document, read_document, to_json
+from exporter.common.documents import parse_document, read_document, to_json, unreadable
 from exporter.common.errors import BundleError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
 from exporter.spec.dtypes import DTYPES
@@ -175,9 +175,8 @@ class Manifest:
         try:
             data = read_document(path)
         except (OSError, ValueError) as error:
-            raise BundleError(
-                f"{path}: not JSON that can be read ({str(error)[:300]}); export the bundle again"
-            ) from None
+            fault = unreadable(error, "not JSON that can be read", "export the bundle again")
+            raise BundleError(f"{path}: {fault}") from None
         return cls._from_data(data, str(path))
 
     @classmethod

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from exporter.bundle.bundle import Bundle
-from exporter.common.documents import read_document
+from exporter.common.documents import read_document, unreadable
 from exporter.common.errors import BundleError, InputError
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def open_tokenizer(bundle: Bundle) -> Tokenizer:
         read_document(path)
         return load_tokenizer(path)
     except Exception as error:  # the library raises plain Exceptions
-        raise BundleError(f"{path}: it is no tokenizer ({str(error)[:300]}); export again") from None
+        raise BundleError(f"{path}: {unreadable(error, 'it is no tokenizer', 'export again')}") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

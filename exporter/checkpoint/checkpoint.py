@@ -31,6 +31,7 @@ class Checkpoint:
         tokenizer_files: the tokenizer's files in the folder.
         begin_token_id, pad_token_id: what a text begins with and what fills up a batch; None where the checkpoint does
             not say.
+        notes: what a user should know, such as which of two sets of weights was taken and why.
     """
 
     config: ModelConfig
@@ -39,3 +40,4 @@ class Checkpoint:
     tokenizer_files: tuple[Path, ...]
     begin_token_id: int | None = None
     pad_token_id: int | None = None
+    notes: tuple[str, ...] = ()

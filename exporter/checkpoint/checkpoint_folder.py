@@ -17,16 +17,34 @@ from exporter.spec.catalogue import short
 _ROWS = 8192  # rows of a vocabulary-sized matrix that are read at a time
 
 
+def check_opens(path: Path) -> None:
+    """Checks that a file can be opened. A library that cannot open a file says that its content is damaged.
+
+    Raises:
+        CheckpointError: the system refuses to open it; the message has the system's reason.
+    """
+    try:
+        open(path, "rb").close()
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: it cannot be opened ({error.strerror}); its content was not read; check its permissions"
+        ) from None
+
+
 def read_json(path: Path) -> dict:
     """Reads a JSON object from a file of a checkpoint.
+
+    NaN and infinity are read: transformers writes them under keys that are not read here. A value that is read is
+    checked.
 
     Raises:
         CheckpointError: the file is missing or not a JSON object.
     """
     if not path.is_file():
         raise CheckpointError(f"checkpoint {path.parent}: it holds no {path.name}")
+    check_opens(path)
     try:
-        data = read_document(path)
+        data = read_document(path, infinite=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({str(error)[:300]})") from None
     if not isinstance(data, dict):

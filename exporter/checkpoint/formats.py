@@ -8,6 +8,7 @@ from pathlib import Path
 
 from exporter.checkpoint.checkpoint import Checkpoint
 from exporter.checkpoint.huggingface import open_huggingface
+from exporter.checkpoint.lora import merge_adapter
 from exporter.checkpoint.meta import open_meta
 from exporter.common.errors import CheckpointError, InputError
 
@@ -16,12 +17,13 @@ log = logging.getLogger(__name__)
 CONFIG_FILES = {"config.json": "Hugging Face", "params.json": "Meta"}
 
 
-def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: str | Path, model: str | None = None, lora: str | Path | None = None) -> Checkpoint:
     """Opens a folder and checks that its tensors are exactly those of its config.
 
     Args:
         folder: a folder with config.json (Hugging Face) or params.json (Meta).
         model: catalogue name for a Meta folder; it supplies the values that params.json lacks.
+        lora: folder of an adapter that is merged into the weights as they are read.
 
     Raises:
         CheckpointError: the folder, config, a shard or a tensor is missing, damaged, unexpected or of another shape.
@@ -33,6 +35,10 @@ def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(
             f"checkpoint {folder}: no such folder; give the folder with {' or '.join(CONFIG_FILES)} and the weights"
+        )
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(
+            f"checkpoint {folder}: the folder cannot be opened; nothing was read; check its permissions"
         )
     found = [name for name in CONFIG_FILES if (folder / name).is_file()]
     if len(found) != 1:
@@ -49,4 +55,8 @@ def open_checkpoint(folder: str | Path, model: str | None = None) -> Checkpoint:
     else:
         checkpoint = open_huggingface(folder)
     log.info("%s, by its %s: %s; tensors %s", folder, *found, checkpoint.config, checkpoint.weights.counts)
+    if lora is not None:
+        checkpoint = merge_adapter(checkpoint, lora)
+    for note in checkpoint.notes:
+        log.info("%s: %s", folder, note)
     return checkpoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from exporter.checkpoint.checkpoint import Checkpoint
@@ -13,14 +14,15 @@ from exporter.checkpoint.checkpoint_folder import (
     check_coverage,
     end_token_ids,
     head_is_embedding,
-    listed,
     read_json,
     same,
     stated,
     token_id,
     tokenizer_files,
 )
+from exporter.checkpoint.quantized import quantized_dtype, refuse_quantized_config, refuse_quantized_tensors
 from exporter.checkpoint.stored_names import HUGGINGFACE_DERIVED, huggingface_name
+from exporter.checkpoint.weight_files import HEAD, TensorFiles, candidates
 from exporter.common.errors import CheckpointError, InputError
 from exporter.spec.catalogue import ModelConfig, RopeScaling, short
 from exporter.spec.parameters import is_rotated, weight_shapes
@@ -29,15 +31,15 @@ from exporter.spec.unit import Unit
 _FLOAT_TYPES = ("F32", "F16", "BF16")
 _REQUIRED_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
-    *("max_position_embeddings", "rms_norm_eps"),
+    "max_position_embeddings",
 )
-_REPRODUCED_VALUES = {  # config key → the only value that this pipeline reproduces
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "quantization_config": None,
+_REPRODUCED_VALUES: dict[str, tuple] = {  # config key → the values that this pipeline reproduces, the default first
+    "hidden_act": ("silu", "swish"),  # two names of one function
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
 }
+DEFAULT_NORM_EPS = 1e-6  # what transformers' LlamaConfig takes where config.json has no rms_norm_eps
 _ROPE_TYPES = ("llama3", "default")
 _SCALING_NAMES = {  # Hugging Face's name → the name in RopeScaling
     "factor": "factor",
@@ -45,6 +47,9 @@ _SCALING_NAMES = {  # Hugging Face's name → the name in RopeScaling
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_context_length",
 }
+# Keys of other rules, which transformers does not read under the rules above. `default` scales nothing, so it reads no
+# key of llama3 either; only a factor other than 1 there contradicts it and is refused.
+_UNREAD_SCALING_KEYS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "long_factor", "short_factor", "truncate")
 
 
 def open_huggingface(folder: str | Path) -> Checkpoint:
@@ -59,14 +64,15 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
             f"checkpoint {folder}: no such folder; give the folder that holds config.json and *.safetensors"
         )
     data = read_json(folder / "config.json")
+    refuse_quantized_config(folder, data)
     try:
         config = parse_config(data)
     except InputError as error:
         raise CheckpointError(f"checkpoint {folder}: {error}") from None
-    weights = HuggingFaceWeights(folder, config)
+    weights = open_weights(folder, config)
     if not config.tie_word_embeddings and head_is_embedding(weights, config.vocab_size):
         config = replace(config, tie_word_embeddings=True)
-        weights = HuggingFaceWeights(folder, config)
+        weights = HuggingFaceWeights(folder, config, weights.files, weights.notes)
     return Checkpoint(
         config=config,
         weights=weights,
@@ -74,6 +80,7 @@ def open_huggingface(folder: str | Path) -> Checkpoint:
         tokenizer_files=tokenizer_files(folder),
         begin_token_id=token_id(folder, data, "bos_token_id"),
         pad_token_id=token_id(folder, data, "pad_token_id"),
+        notes=weights.notes,
     )
 
 
@@ -91,10 +98,11 @@ def parse_config(data: dict) -> ModelConfig:
     if data.get("model_type") != "llama" or architectures not in (["LlamaForCausalLM"], ["llama"]):
         got = f"{short(architectures)} (model_type {short(data.get('model_type'))})"
         raise CheckpointError(f"config architectures: got {got}, expected LlamaForCausalLM alone")
-    for key, plain in _REPRODUCED_VALUES.items():
-        if not same(stated(data, key, plain), plain):
+    for key, values in _REPRODUCED_VALUES.items():
+        if not any(same(stated(data, key, values[0]), value) for value in values):
+            expected = " or ".join(map(repr, values))
             raise CheckpointError(
-                f"config {key}: got {short(data[key])}, expected {plain!r}; other values are not reproduced"
+                f"config {key}: got {short(data[key])}, expected {expected}; other values are not reproduced"
             )
     missing = [key for key in _REQUIRED_KEYS if data.get(key) is None]
     if missing:
@@ -111,7 +119,7 @@ def parse_config(data: dict) -> ModelConfig:
         context_length=data["max_position_embeddings"],
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=data["rms_norm_eps"],
+        norm_eps=stated(data, "rms_norm_eps", DEFAULT_NORM_EPS),
         tie_word_embeddings=stated(data, "tie_word_embeddings", False),
     )
 
@@ -153,7 +161,7 @@ def _rope_rule(data: dict, name: str) -> dict:
 
 def _parse_scaling(rule: dict) -> RopeScaling | None:
     kinds = [rule[key] for key in ("rope_type", "type") if key in rule]
-    if any(kind != kinds[0] for kind in kinds):
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise InputError(
             f"config rope_scaling: got rope_type {short(kinds[0])} and type {short(kinds[1])}, expected one"
         )
@@ -169,6 +177,11 @@ def _parse_scaling(rule: dict) -> RopeScaling | None:
             f"config partial_rotary_factor: got {short(rule['partial_rotary_factor'])}, expected 1.0; "
             "other values are not reproduced"
         )
+    if same(plain.get("attention_factor"), 1.0):
+        del plain["attention_factor"]
+    scales_nothing = kind == "default" and same(plain.get("factor", 1.0), 1.0)
+    unread = {*_UNREAD_SCALING_KEYS, *(_SCALING_NAMES if scales_nothing else ())}
+    plain = {key: value for key, value in plain.items() if key not in unread}
     expected = set() if kind == "default" else set(_SCALING_NAMES)
     if set(plain) != expected:
         raise InputError(
@@ -181,29 +194,80 @@ def _parse_scaling(rule: dict) -> RopeScaling | None:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def open_weights(folder: Path, config: ModelConfig) -> HuggingFaceWeights:
+    """Opens the weights of a folder: those of its candidate that holds the whole model.
+
+    Raises:
+        CheckpointError: no candidate does, or two do and their weights differ.
+    """
+    fitting: dict[str, HuggingFaceWeights] = {}
+    faults: dict[str, CheckpointError] = {}
+    found = candidates(folder, (HEAD,) if config.tie_word_embeddings else ())
+    for what, find in found.items():
+        try:
+            fitting[what] = HuggingFaceWeights(folder, config, find())
+        except CheckpointError as error:
+            faults[what] = error
+    if not fitting and len(faults) == 1:
+        raise next(iter(faults.values()))
+    if not fitting:
+        reasons = "; ".join(f"{what}: {error}" for what, error in faults.items())
+        raise CheckpointError(
+            f"checkpoint {folder}: it holds {' and '.join(found)}, and neither can be read; {reasons}"
+        )
+    taken, weights = next(iter(fitting.items()))
+    if faults:
+        left, fault = next(iter(faults.items()))
+        weights.notes = (f"the weights are those of {taken}; {left} cannot be read and is left out: {fault}",)
+    elif len(fitting) == 2:
+        left, other = list(fitting.items())[1]
+        if weights.files != other.files:
+            _check_equal(folder, weights, other, " and ".join(fitting))
+            weights.notes = (f"the weights are those of {taken}; {left} holds the same ones",)
+    return weights
+
+
+def _check_equal(folder: Path, weights: HuggingFaceWeights, other: HuggingFaceWeights, what: str) -> None:
+    """Compares two candidates tensor by tensor.
+
+    Raises:
+        CheckpointError: they differ; the message names the first tensor that does.
+    """
+    for name in weights.names:
+        a, b = weights.read(name), other.read(name)
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            raise CheckpointError(
+                f"checkpoint {folder}: {what} both hold the whole model, and they differ in {huggingface_name(name)}; "
+                "the folder does not say which is meant; move one of them away"
+            )
+
+
 class HuggingFaceWeights:
     """The folder's tensors under canonical names. Reading puts the rows of q and k into Meta's order.
 
     Attributes:
         counts: number of tensors that are used, and number of derived tensors that are ignored.
+        names: canonical names of the weights.
+        files: the file of each tensor.
+        notes: which of several candidates these weights are, in words; empty where the folder has one.
     """
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, files: TensorFiles, notes: tuple[str, ...] = ()) -> None:
         self.description, self.has_own_head = {"source": "checkpoint"}, False
+        self.files, self.notes = files, notes
         self._folder, self._config = folder, config
-        self._files = _tensor_files(folder)
-        expected = {
-            huggingface_name(name): shape
-            for name, shape in weight_shapes(config, Unit("model", n_layers=config.n_layers)).items()
-        }
-        found = {name for name in self._files if not HUGGINGFACE_DERIVED.fullmatch(name)}
-        check_coverage(folder, found, set(expected), {"lm_head.weight"} if config.tie_word_embeddings else set())
+        shapes = weight_shapes(config, Unit("model", n_layers=config.n_layers))
+        self.names = tuple(shapes)
+        expected = {huggingface_name(name): shape for name, shape in shapes.items()}
+        refuse_quantized_tensors(folder, self.files)
+        found = {name for name in self.files if not HUGGINGFACE_DERIVED.fullmatch(name)}
+        check_coverage(folder, found, set(expected), {HEAD} if config.tie_word_embeddings else set())
         self._check_tensors(expected)
-        if config.tie_word_embeddings and "lm_head.weight" in self._files:
+        if config.tie_word_embeddings and HEAD in self.files:
             self._check_tied()
         self.counts = {
             "used": len(expected),
-            "derived": sum(bool(HUGGINGFACE_DERIVED.fullmatch(name)) for name in self._files),
+            "derived": sum(bool(HUGGINGFACE_DERIVED.fullmatch(name)) for name in self.files),
         }
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
@@ -213,7 +277,7 @@ class HuggingFaceWeights:
         """
         stored = huggingface_name(name)
         permuted = is_rotated(name)
-        with safe_open(self._files[stored], framework="pt") as file:
+        with safe_open(self.files[stored], framework="pt") as file:
             whole = file.get_slice(stored)
             is_vector = len(whole.get_shape()) == 1
             outputs = columns if is_vector else rows  # the axis whose order RoPE decides
@@ -224,7 +288,7 @@ class HuggingFaceWeights:
     def _check_tensors(self, expected: dict[str, tuple[int, ...]]) -> None:
         by_file: dict[Path, list[str]] = {}
         for stored in expected:
-            by_file.setdefault(self._files[stored], []).append(stored)
+            by_file.setdefault(self.files[stored], []).append(stored)
         for path, names in by_file.items():
             with safe_open(path, framework="pt") as file:
                 for stored in names:
@@ -237,6 +301,7 @@ class HuggingFaceWeights:
                     if entry.get_dtype() not in _FLOAT_TYPES:
                         raise CheckpointError(
                             f"{path}: {stored} is {entry.get_dtype()}, expected one of {', '.join(_FLOAT_TYPES)}"
+                            f"{quantized_dtype(entry.get_dtype())}"
                         )
 
     def _check_tied(self) -> None:
@@ -255,47 +320,3 @@ def adjacent_pairs(weight: Tensor, head_dim: int) -> Tensor:
         head_dim: D.
     """
     return weight.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Returns tensor name → the file that holds it. The names come from the files; an index must agree with them."""
-    index_path = folder / "model.safetensors.index.json"
-    if index_path.is_file():
-        index = read_json(index_path).get("weight_map")
-        if not isinstance(index, dict) or not index:
-            raise CheckpointError(f"{index_path}: it has no weight_map")
-        outside = [shard for shard in index.values() if not isinstance(shard, str) or Path(shard).name != shard]
-        if outside:
-            raise CheckpointError(
-                f"{index_path}: it names the shard {short(outside[0])}, expected a file inside the folder"
-            )
-    elif (folder / "model.safetensors").is_file():
-        index = None
-    else:
-        raise CheckpointError(
-            f"checkpoint {folder}: it holds neither model.safetensors nor model.safetensors.index.json"
-        )
-    shards = sorted(set(index.values())) if index else ["model.safetensors"]
-    files: dict[str, Path] = {}
-    for shard in shards:
-        path = folder / shard
-        for name in _names_in(path):
-            if name in files:
-                raise CheckpointError(f"checkpoint {folder}: {name} is in {files[name].name} and in {shard}")
-            files[name] = path
-    if index is not None and files != {name: folder / shard for name, shard in index.items()}:
-        wrong = sorted(
-            name for name in {*files, *index} if name not in index or files.get(name) != folder / index[name]
-        )
-        raise CheckpointError(f"{index_path}: it does not match its shards for {listed(wrong)}")
-    return files
-
-
-def _names_in(path: Path) -> list[str]:
-    if not path.is_file():
-        raise CheckpointError(f"checkpoint {path.parent}: the shard {path.name} is missing")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (SafetensorError, OSError, MemoryError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from None

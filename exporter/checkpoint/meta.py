@@ -20,6 +20,7 @@ from torch import Tensor
 from exporter.checkpoint.checkpoint import Checkpoint
 from exporter.checkpoint.checkpoint_folder import (
     check_coverage,
+    check_opens,
     end_token_ids,
     head_is_embedding,
     read_json,
@@ -189,6 +190,7 @@ def _open_shard(path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is not a plain dictionary of tensors.
     """
+    check_opens(path)
     try:
         _check_archive(path)
         shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -91,10 +91,19 @@ def _fetch_gguf(scratch: Path) -> Path:
     return path
 
 
+def save_weights(tensors: dict[str, Any], path: Path) -> None:
+    """Writes a safetensors file that others may read as the user's umask says; the library makes it private."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
 def _convert(gguf: Path, folder: Path) -> None:
     import torch
     import transformers
-    from safetensors.torch import save_file
 
     transformers.utils.logging.set_verbosity_error()
     location: dict[str, Any] = {
@@ -105,7 +114,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(**location, dtype=torch.float32)
     # save_pretrained refuses the loaded model because it counts as quantized; its tensors are plain float32 here
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(state, folder / "model.safetensors")
     del model.config.quantization_config
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)

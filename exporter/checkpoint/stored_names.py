@@ -23,7 +23,7 @@ _MODEL_NAMES = {
     "lm_head": ("lm_head", "output"),
 }
 # Tensors that some checkpoints store and that the config determines: RoPE's frequencies. They are ignored.
-HUGGINGFACE_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+HUGGINGFACE_DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 META_DERIVED = "rope.freqs"
 
 

@@ -50,6 +50,9 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder with geometry and weights: a Hugging Face folder, or a Meta folder together with --model",
     )
     parser.add_argument(
+        "--lora", metavar="DIR", help="folder of a LoRA adapter, as PEFT saves it, to merge into the checkpoint"
+    )
+    parser.add_argument(
         "--unit",
         default="block",
         metavar="UNIT",
@@ -141,6 +144,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _read_request(arguments: argparse.Namespace) -> ExportRequest:
     """Reads the checkpoint or the catalogue and checks every argument before anything is written."""
+    if arguments.lora is not None and not arguments.checkpoint:
+        raise InputError("export: got --lora without --checkpoint, expected the checkpoint that the adapter belongs to")
     if arguments.model is None and arguments.checkpoint is None:
         raise InputError("export: give either --model NAME (random weights) or --checkpoint DIR")
     model = _read_checkpoint(arguments) if arguments.checkpoint is not None else _random_model(arguments)
@@ -166,7 +171,9 @@ def _read_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of an export request that come from a checkpoint."""
     from exporter.checkpoint.formats import open_checkpoint
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.model)
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.model, arguments.lora)
+    for note in checkpoint.notes:
+        terminal.say(f"note: {note}")
     return {
         "config": checkpoint.config,
         "weights": checkpoint.weights,
@@ -174,7 +181,12 @@ def _read_checkpoint(arguments: argparse.Namespace) -> dict[str, Any]:
         "tokenizer_files": checkpoint.tokenizer_files,
         "begin_token_id": checkpoint.begin_token_id,
         "pad_token_id": checkpoint.pad_token_id,
-        "provenance": {"checkpoint": Path(arguments.checkpoint).name, "tensors": checkpoint.weights.counts},
+        "provenance": {
+            "checkpoint": Path(arguments.checkpoint).name,
+            "tensors": checkpoint.weights.counts,
+            **({} if arguments.lora is None else {"lora": Path(arguments.lora).resolve().name}),
+            **({"notes": checkpoint.notes} if checkpoint.notes else {}),
+        },
     }
 
 

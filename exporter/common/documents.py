@@ -17,13 +17,13 @@ LARGEST_BYTES = 64 * 2**20  # size limit of a JSON file; the largest tokenizers 
 def is_inside(path: Path, folder: Path) -> bool:
     """Whether a file is in its folder after links are followed.
 
-    Hugging Face's download cache keeps a folder of links, `snapshots/REVISION`, beside the folder `blobs` that they
-    lead to. Both count as one folder.
+    Hugging Face's download cache keeps links in `snapshots/REVISION` and the folders below it. They lead into the
+    folder `blobs` beside `snapshots`. Files of that folder count as inside; other files of the cache do not.
     """
-    home = folder.resolve()
-    if home.parent.name == "snapshots":
-        home = home.parent.parent
-    return path.resolve().is_relative_to(home)
+    home, target = folder.resolve(), path.resolve()
+    revision = next((place for place in (home, *home.parents) if place.parent.name == "snapshots"), None)
+    blobs = None if revision is None else revision.parents[1] / "blobs"
+    return target.is_relative_to(home) or (blobs is not None and target.is_relative_to(blobs))
 
 
 def is_text(path: str | Path) -> bool:
@@ -35,14 +35,28 @@ def is_text(path: str | Path) -> bool:
     return True
 
 
-def read_document(path: Path, folder: Path | None = None) -> object:
+def unreadable(error: Exception, damage: str, remedy: str) -> str:
+    """Returns why a file cannot be read, for a message. A file that cannot be opened may well be whole.
+
+    Args:
+        error: what `read_document` raised.
+        damage: what a content that is not the expected one means, such as "it is damaged".
+        remedy: what to do then.
+    """
+    if isinstance(error, OSError):
+        return f"it cannot be opened ({error.strerror}); its content was not read; check its permissions"
+    return f"{damage} ({str(error)[:300]}); {remedy}"
+
+
+def read_document(path: Path, folder: Path | None = None, infinite: bool = False) -> object:
     """Returns the data of a JSON file.
 
-    NaN, keys given twice and texts that are not Unicode are refused, because parsers disagree about them.
+    NaN, infinity, keys given twice and texts that are not Unicode are refused, because parsers disagree about them.
 
     Args:
         path: the file.
         folder: the folder that the file must be in; None takes the file's own folder.
+        infinite: whether NaN and infinity are read, as Python's own writer writes them.
 
     Raises:
         ValueError: the file leads out of the folder, is not a plain file, is too large, or is not JSON.
@@ -55,17 +69,22 @@ def read_document(path: Path, folder: Path | None = None) -> object:
         raise ValueError("it is not a plain file")
     if status.st_size > LARGEST_BYTES:
         raise ValueError(f"it has {status.st_size:,} bytes, expected at most {LARGEST_BYTES:,}")
-    return parse_document(path.read_bytes().decode("utf-8"))
+    return parse_document(path.read_bytes().decode("utf-8"), infinite)
 
 
-def parse_document(text: str) -> object:
+def parse_document(text: str, infinite: bool = False) -> object:
     """Returns the data of a JSON text.
+
+    Args:
+        text: the text.
+        infinite: as in `read_document`.
 
     Raises:
         ValueError: the text is not JSON, or has NaN, a key given twice or a text that is not Unicode.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+        constant = float if infinite else _refuse_constant
+        data = json.loads(text, parse_constant=constant, object_pairs_hook=_without_duplicates)
         if "\\u" in text:
             json.dumps(data, ensure_ascii=False).encode()
     except RecursionError:

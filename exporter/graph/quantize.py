@@ -54,11 +54,10 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
     largest = blocks.abs().amax(1) if weight_format.symmetric else None
     low, high = blocks.amin(1).clamp(max=0), blocks.amax(1).clamp(min=0)
     lowest_integer, highest_integer = weight_format.range
-    smallest_scale = torch.finfo(TORCH_DTYPES[dtype]).tiny
     best: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    step = (largest if largest is not None else high - low) / highest_integer
     for clipping in CLIPPINGS[weight_format.dtype]:
-        span = largest / highest_integer if largest is not None else (high - low) / highest_integer
-        scale = (span * clipping).to(TORCH_DTYPES[dtype]).clamp(min=smallest_scale)
+        scale = _scales(step * clipping, TORCH_DTYPES[dtype])
         exact = scale.float()
         zero_point = (
             torch.zeros_like(exact)
@@ -81,6 +80,36 @@ def quantize(weight: Tensor, weight_format: WeightFormat, dtype: str) -> Quantiz
     integers = torch.int8 if weight_format.symmetric else torch.uint8
     zero_points = None if weight_format.symmetric else best[2].to(integers)
     return Quantized(best[0].to(integers).reshape(weight.shape), best[1], zero_points)
+
+
+def _scales(steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the scales for steps float32 [in / block, out], at least the smallest scale that is exact in float32.
+
+    Half has scales below its smallest normal number, 2**-24 apart. They are kept: all arithmetic is in float32, where
+    they are normal. Such a scale is rounded up, because one rounded down would clip the largest weight of its block.
+    """
+    info = torch.finfo(dtype)
+    scales = steps.to(dtype)
+    if dtype != torch.float16:
+        return scales.clamp(min=info.tiny)
+    spacing = info.tiny * info.eps
+    rounded_up = (steps / spacing).ceil().clamp(min=1) * spacing
+    return torch.where(steps < info.tiny, rounded_up.to(dtype), scales)
+
+
+def expected_error(weight: Tensor, weight_format: WeightFormat) -> Tensor:
+    """Returns the sum of squared errors that rounding makes in each output, float64 [out], with exact scales.
+
+    A value is off by a uniform part of a step, whose mean square is a twelfth of the squared step.
+
+    Args:
+        weight: [in, out], as `quantize` takes it.
+        weight_format: the integer format.
+    """
+    blocks = weight.float().reshape(-1, weight_format.block_size, weight.shape[1])
+    low, high = blocks.amin(1).clamp(max=0).double(), blocks.amax(1).clamp(min=0).double()
+    span = torch.maximum(-low, high) if weight_format.symmetric else high - low
+    return (span / weight_format.range[1]).square().sum(0) * (weight_format.block_size / 12)
 
 
 def pack(integers: Tensor, bits: int) -> Tensor:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -27,10 +28,12 @@ from torch import Tensor
 from exporter.bundle.manifest import DATA_FILE, GRAPH_FILE
 from exporter.common.errors import CheckpointError
 from exporter.graph.assemble import AssembledGraph
-from exporter.graph.quantize import pack, quantize
+from exporter.graph.quantize import Quantized, expected_error, pack, quantize
+from exporter.model.rounding import Rounding, sum_of_squares
 from exporter.model.weights import TORCH_DTYPES, WeightSource
 from exporter.spec.catalogue import ModelConfig
 from exporter.spec.dtypes import ONNX_TYPES
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.parameters import ROPE_TABLES
 from exporter.spec.rope import rotation_table
 from exporter.spec.stored_tensor import StoredTensor
@@ -53,12 +56,11 @@ class WrittenGraph:
 
     Attributes:
         checksums: SHA-256 of each file.
-        flushed: canonical weight name → how many values became zero in the graph's dtype; weights without any are
-            left out.
+        roundings: canonical weight name → what it lost.
     """
 
     checksums: dict[str, str]
-    flushed: dict[str, int]
+    roundings: dict[str, Rounding]
 
 
 def write_graph(
@@ -76,26 +78,32 @@ def write_graph(
         progress: called with the number of bytes just written.
 
     Raises:
-        CheckpointError: a weight is inf or NaN, or becomes so in the graph's dtype; the message names the tensor.
+        CheckpointError: a weight is inf or NaN, becomes so in the graph's dtype, or loses more than is allowed; the
+            message names the tensor.
     """
-    flushed: dict[str, int] = {}
+    roundings: dict[str, Rounding] = {}
     end = 0
     offsets = dict(zip((stored.name for stored in graph.stored), place_weights(graph), strict=True))
     buffers = _Buffers()
     with _HashedFile(folder / DATA_FILE, progress) as file:
-        for stored, data, n_flushed in _ahead(_slices(graph, weights, buffers)):
-            if stored.name in offsets:  # its first slice
-                offset = offsets.pop(stored.name)
-                file.write(bytes(offset - end))
-                end = offset + stored.n_bytes
-            file.write(data.numpy().data, partial(buffers.give_back, data))
-            for weight, count in n_flushed.items():
-                if count:
-                    flushed[weight] = flushed.get(weight, 0) + count
+        for name, slices in groupby(_ahead(_slices(graph, weights, buffers)), lambda slice: slice.stored.name):
+            file.write(bytes(offsets[name] - end))
+            parts: dict[str, Rounding] = {}
+            for stored, data, lost in slices:
+                end = offsets[name] + stored.n_bytes
+                file.write(data.numpy().data, partial(buffers.give_back, data))
+                parts |= {weight: parts.get(weight, Rounding()) + rounding for weight, rounding in lost.items()}
+            for weight, rounding in parts.items():
+                rounding.check(weight, _stored_as(graph.spec, stored))
+            roundings |= parts
     model = serialize_graph(graph)
     (folder / GRAPH_FILE).write_bytes(model)
     log.info("%d weights, %.1f MiB, and a graph of %.1f KiB", len(graph.stored), end / 2**20, len(model) / 2**10)
-    return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, flushed)
+    return WrittenGraph({DATA_FILE: file.digest.hexdigest(), GRAPH_FILE: hashlib.sha256(model).hexdigest()}, roundings)
+
+
+def _stored_as(spec: GraphSpec, stored: StoredTensor) -> str:
+    return f"{stored.dtype} with scales in {spec.dtype}" if stored.role else stored.dtype
 
 
 class _HashedFile:
@@ -196,12 +204,12 @@ class Slice(NamedTuple):
     Attributes:
         stored: the tensor.
         data: its bytes in file order, uint8 [n].
-        flushed: canonical weight name → how many of its values became zero.
+        lost: canonical weight name → what these values of it lost.
     """
 
     stored: StoredTensor
     data: Tensor
-    flushed: dict[str, int]
+    lost: dict[str, Rounding]
 
 
 # Reads the same run of inputs, or of rows, of each weight that a stored tensor holds.
@@ -253,20 +261,24 @@ class _RoundedRun:
         self._read, self._format, self._dtype = read, weight_format, dtype
         self._lock = threading.Lock()  # one thread rounds; the others wait for it
         self._kept: dict[str, Tensor] | None = None
+        self._lost: dict[str, Rounding] = {}
 
     def slice(self, stored: StoredTensor) -> Slice:
         """Returns these rows of one of the weight's tensors."""
         with self._lock:
             if self._kept is None:
                 self._kept = self._rounded()
-            return Slice(stored, self._kept.pop(stored.role), {})
+            lost = self._lost if stored.role == QUANTIZED_TENSORS[0] else {}  # counted once
+            return Slice(stored, self._kept.pop(stored.role), lost)
 
     def _rounded(self) -> dict[str, Tensor]:
         """Returns the bytes of each tensor, by its role."""
         runs = self._read()
         for name, run in runs.items():
             _check_finite(name, run)
-        quantized = quantize(torch.cat(list(runs.values())).T, self._format, self._dtype)
+        whole = torch.cat(list(runs.values()))
+        quantized = quantize(whole.T, self._format, self._dtype)
+        self._lost = self._measured(runs, quantized)
         tensors = {
             "integers": pack(quantized.values, self._format.bits),
             "scales": quantized.scales.contiguous().view(torch.uint8).flatten(),
@@ -274,6 +286,22 @@ class _RoundedRun:
         if quantized.zero_points is not None:
             tensors["zero_points"] = pack(quantized.zero_points, self._format.bits)
         return tensors
+
+    def _measured(self, runs: dict[str, Tensor], quantized: Quantized) -> dict[str, Rounding]:
+        """Returns what each weight lost.
+
+        Raises:
+            CheckpointError: a value is inf once it is dequantized.
+        """
+        lost, restored = {}, quantized.dequantized().T
+        for (name, run), stored in zip(runs.items(), restored.split([len(run) for run in runs.values()]), strict=True):
+            if not _is_finite(stored):
+                _refuse_size(name, run, stored, self._dtype)
+            expected = float(expected_error(run.T, self._format).sum())
+            error = sum_of_squares(stored.float() - run.float())
+            stored_name = "lm_head.weight" if name == "embedding.weight" else name  # only a tied head is in integers
+            lost[stored_name] = Rounding(0, error, sum_of_squares(run.float()), expected)
+        return lost
 
 
 def _converted(stored: StoredTensor, read: Read, buffers: _Buffers) -> Slice:
@@ -284,11 +312,11 @@ def _converted(stored: StoredTensor, read: Read, buffers: _Buffers) -> Slice:
     data = buffers.take(math.prod(shape) * dtype.itemsize)
     values = data.view(dtype).view(shape[::-1]).T if stored.transposed else data.view(dtype).view(shape)
     targets = values.split([len(run) for run in runs.values()])
-    flushed = {
+    lost = {
         name: _convert(name, run, target, stored.dtype)
         for (name, run), target in zip(runs.items(), targets, strict=True)
     }
-    return Slice(stored, data, flushed)
+    return Slice(stored, data, lost)
 
 
 def _reads(
@@ -319,13 +347,13 @@ def _read(names: Sequence[str], weights: WeightSource, **run: slice) -> dict[str
     return {name: weights.read(name, **run) for name in names}
 
 
-def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
-    """Writes a run of a weight into `target`, which has that dtype, and returns how many values became zero.
+def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> Rounding:
+    """Writes a run of a weight into `target`, which has that dtype, and returns what was lost.
 
     Raises:
         CheckpointError: a value is inf or NaN, or becomes so in that dtype.
     """
-    n_flushed = 0
+    lost = Rounding()
     rows = max(1, BLOCK_VALUES * len(run) // run.numel())
     for block, place in zip(run.split(rows), target.split(rows), strict=True):
         between_halves = block.element_size() == place.element_size() == 2 and block.dtype != place.dtype
@@ -333,15 +361,22 @@ def _convert(name: str, run: Tensor, target: Tensor, dtype: str) -> int:
         converted = source.to(place.dtype)
         if not _is_finite(converted):
             _check_finite(name, block)
-            n_lost = int((~converted.isfinite()).sum())
-            raise CheckpointError(
-                f"weight {name}: {n_lost} of its values do not fit {dtype}, "
-                f"the largest is {float(block.abs().max()):.3g}; export with dtype bf16 or fp32"
-            )
+            _refuse_size(name, block, converted, dtype)
         place.copy_(converted)
-        if block.dtype != place.dtype:
-            n_flushed += _count_nonzero(block) - _count_nonzero(converted)
-    return n_flushed
+        if block.dtype != place.dtype and place.dtype != torch.float32:  # float32 holds every value of a checkpoint
+            n_zero = _count_nonzero(block) - _count_nonzero(converted)
+            wide = source.float()
+            size = sum_of_squares(wide)
+            lost += Rounding(n_zero, sum_of_squares(converted.float().sub_(wide)), size)
+    return lost
+
+
+def _refuse_size(name: str, run: Tensor, stored: Tensor, dtype: str) -> NoReturn:
+    n_lost = int((~stored.isfinite()).sum())
+    raise CheckpointError(
+        f"weight {name}: {n_lost} of its values do not fit {dtype}, "
+        f"the largest is {float(run.abs().max()):.3g}; export with dtype bf16 or fp32"
+    )
 
 
 def _is_finite(x: Tensor) -> bool:

@@ -61,6 +61,37 @@ def test_links_into_the_blobs_of_a_download_cache_are_followed(originals, tmp_pa
     DecodeSession.open(snapshot).close()
 
 
+@pytest.fixture(params=[".", "variants/fp32"])
+def nested(tmp_path, request):
+    """A checkpoint in a revision of a download cache, or two folders below; its files are links into the blobs."""
+    repository = tmp_path / "models--somebody--something"
+    folder = repository / "snapshots" / "0123" / request.param
+    write_huggingface(folder, TINY)
+    (folder / "tokenizer.json").write_text("{}")
+    (repository / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        shutil.move(path, repository / "blobs" / path.name)
+        path.symlink_to(os.path.relpath(repository / "blobs" / path.name, folder))
+    return folder
+
+
+def test_links_below_the_root_of_a_cached_revision_are_followed_into_the_blobs(nested):
+    assert [path.name for path in open_checkpoint(nested).tokenizer_files] == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("where", ["refs", "snapshots/4567", "../models--somebody--else/blobs", ".."])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_links_from_a_cached_revision_to_any_other_place_are_refused(nested, tmp_path, where, name):
+    repository = tmp_path / "models--somebody--something"
+    target = repository / where
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.move(repository / "blobs" / name, target / "moved")
+    (nested / name).unlink()
+    (nested / name).symlink_to(target / "moved")
+    with pytest.raises(CheckpointError, match="leads out of"):
+        open_checkpoint(nested)
+
+
 def test_a_tokenizer_that_is_a_link_out_of_the_checkpoint_is_not_copied(tmp_path):
     folder = write_huggingface(tmp_path / "checkpoint", TINY)
     (tmp_path / "secret").write_text(SECRET)

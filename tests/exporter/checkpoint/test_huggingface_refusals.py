@@ -117,7 +117,12 @@ def test_config_that_is_no_json_object_is_refused(folder, content, said):
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE, "low_freq_factor": "low"}},
             ["low_freq_factor", "low"],
         ),
-        ({"intermediate_size": ABSENT, "rms_norm_eps": ABSENT}, ["missing", "intermediate_size", "rms_norm_eps"]),
+        ({"intermediate_size": ABSENT, "vocab_size": ABSENT}, ["missing", "intermediate_size", "vocab_size"]),
+        ({"rms_norm_eps": float("inf")}, ["norm_eps", "inf"]),
+        ({"rope_theta": float("nan")}, ["rope_theta", "nan"]),
+        ({"rope_scaling": {"rope_type": float("nan")}}, ["rope_scaling", "nan"]),
+        ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, ["rope_scaling", "factor"]),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3_RULE, "attention_factor": 2.0}}, ["attention_factor"]),
         (
             {"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
             ["10000.0", "500000.0", "rope_theta"],

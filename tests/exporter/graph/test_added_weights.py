@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exporter.checkpoint.formats import Checkpoint
-from exporter.checkpoint.huggingface import HuggingFaceWeights, open_huggingface
+from exporter.checkpoint.huggingface import open_huggingface, open_weights
 from exporter.checkpoint.meta import MetaWeights
 from exporter.graph.assemble import AssembledGraph
 from exporter.graph.weight_reader import GraphWeights
@@ -56,7 +56,7 @@ def test_a_hugging_face_folder_s_vectors_are_reordered_like_its_matrices(tmp_pat
                 tensors[f"model.layers.{layer}.self_attn.{letter}_proj.bias"] = bias.clone()
 
     rewrite_tensors(folder, add)
-    weights = HuggingFaceWeights(folder, opened.config)
+    weights = open_weights(folder, opened.config)
     names = [name for name in names if name.endswith(".bias")]
     assert len(names) == 3 * TINY.n_layers
     assert [name for name in names if is_rotated(name)] == [name for name in names if "v_proj" not in name]
