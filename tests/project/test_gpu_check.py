@@ -11,7 +11,7 @@ from engines.library.gpu import Gpu, visible_gpus
 from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.common.errors import BackendError
 from tests.conftest import TINY
-from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from exporter.bundle.bundle import Bundle
 from exporter.common.documents import parse_document
 from exporter.common.errors import BundleError
 from tests.support import hostile_bundles
-from tests.support.cuda_double import engine_record
+from tests.support.doubles.cuda_double import engine_record
 from tests.support.hostile_bundles import change_manifest, refusal, seal
 
 originals, bundle, text_bundle = (

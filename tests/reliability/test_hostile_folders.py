@@ -26,7 +26,7 @@ from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.support import hostile_bundles
 from tests.support.checkpoint_folders import write_huggingface
-from tests.support.cuda_double import engine_record
+from tests.support.doubles.cuda_double import engine_record
 from tests.support.hostile_bundles import SECRET, change_manifest, refusal
 
 originals, bundle = hostile_bundles.originals, hostile_bundles.bundle  # fixtures

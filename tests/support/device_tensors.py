@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engines.library.dlpack import CUDA, DeviceTensor
-from tests.support.cuda_double import CudaDouble
+from tests.support.doubles.cuda_double import CudaDouble
 
 
 class Foreign:

@@ -8,7 +8,7 @@ from engines.interpreter.stepper import InterpreterStepper
 from exporter.bundle.bundle import Bundle
 from runtime import DecodeSession
 from tests.conftest import TINY
-from tests.support.cuda_double import double_session
+from tests.support.doubles.cuda_double import double_session
 
 BACKENDS = ("eager", "onnxruntime", "interpreter", "tensorrt")  # TensorRT over the double
 

@@ -15,7 +15,7 @@ from exporter.spec.feeds import step_feeds
 from exporter.steppers.eager_stepper import EagerStepper
 from runtime import DecodeSession
 from tests.conftest import TINY
-from tests.support.cuda_double import double_session
+from tests.support.doubles.cuda_double import double_session
 
 CLOSE = 1e-5  # float32 sums in another order
 

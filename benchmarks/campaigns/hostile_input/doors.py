@@ -19,7 +19,7 @@ from exporter.checkpoint.formats import open_checkpoint
 from exporter.placing.folders import new_folder
 from exporter.spec.dtypes import numpy_dtype
 from runtime import DecodeSession
-from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 
 MAINS = {
     "exporter": exporter.commands.main.main,

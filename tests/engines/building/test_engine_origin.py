@@ -27,7 +27,7 @@ from exporter.common.errors import BundleError
 from exporter.graph.fixed_capacity import fix_capacity
 from exporter.validation.scenarios import RunLimits
 from tests.exporter.bundle.test_origin import overwrite
-from tests.support.cuda_double import ILogger, engine_record
+from tests.support.doubles.cuda_double import ILogger, engine_record
 
 SMALL = BuildRequest(max_batch=2, max_seq_len=8, cache_capacity=64)
 CHANGED = rf"{DATA_FILE.replace('.', '[.]')} has another SHA-256 than the manifest says"

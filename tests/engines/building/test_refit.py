@@ -17,7 +17,7 @@ from exporter.bundle.bundle import Bundle, sha256_of
 from exporter.bundle.engine_records import read_records
 from exporter.common.errors import BundleError, CheckFailed
 from exporter.placing.temporaries import temporary_file
-from tests.support.cuda_double import ILogger, engine_record
+from tests.support.doubles.cuda_double import ILogger, engine_record
 
 
 class RefitDouble:

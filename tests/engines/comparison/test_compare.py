@@ -25,7 +25,7 @@ from exporter.spec.unit import COMPONENTS, Unit
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.validation.scenarios import RunLimits, cache_scenarios
 from tests.conftest import MAX_POSITIONS
-from tests.support.cuda_double import double_session, engine_record
+from tests.support.doubles.cuda_double import double_session, engine_record
 from tests.support.planted_faults import causal_with_key_lengths, doctored, scale_weight
 from tests.support.strayed_weights import OUTPUT_FAULTS, SIX, STRAYED
 

@@ -9,7 +9,7 @@ import pytest
 
 from engines.library.cuda import CudaError, RuntimeCuda
 from exporter.common.errors import BackendError
-from tests.support.cudart_double import INVALID_VALUE, SUCCESS, CudartDouble
+from tests.support.doubles.cudart_double import INVALID_VALUE, SUCCESS, CudartDouble
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.library.tensorrt_logger import LONGEST_REASON, create_logger
-from tests.support.cuda_double import ILogger
+from tests.support.doubles.cuda_double import ILogger
 
 
 class Module:

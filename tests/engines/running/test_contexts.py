@@ -10,8 +10,8 @@ from engines.running.tensorrt_stepper import TensorRTStepper
 from exporter.bundle.bundle import Bundle
 from exporter.spec.feeds import step_feeds
 from tests.engines.running.test_graphs_of_rtx import CAPACITY, bundle, decoded, opened  # noqa: F401 - bundle is a fixture
-from tests.support.cuda_double import ContractError, CudaDouble, engine_record, tensorrt_double
-from tests.support.rtx_double import rtx_double
+from tests.support.doubles.cuda_double import ContractError, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.rtx_double import rtx_double
 
 BACKENDS = {"tensorrt": tensorrt_double, "tensorrt-rtx": rtx_double}
 
@@ -39,7 +39,7 @@ def test_many_graphs_reserve_no_memory_of_their_own(bundle, backend):  # noqa: F
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_engine_that_needs_no_memory_gets_none(bundle, backend, monkeypatch):  # noqa: F811
     expected = decoded(opened(bundle, backend)[0])
-    monkeypatch.setattr("tests.support.cuda_double.EngineDouble.device_memory_size_v2", 0)
+    monkeypatch.setattr("tests.support.doubles.cuda_double.EngineDouble.device_memory_size_v2", 0)
     stepper, cuda = opened(bundle, backend)
     np.testing.assert_array_equal(decoded(stepper), expected)
     stepper.close()

@@ -10,7 +10,7 @@ import numpy as np
 from exporter.spec.feeds import step_feeds
 from tests.conftest import MAX_POSITIONS
 from tests.engines.running.test_tensorrt_stepper import CAPACITY, engine, tokens  # noqa: F401 - engine is a fixture
-from tests.support.cuda_double import EngineDouble
+from tests.support.doubles.cuda_double import EngineDouble
 
 MAX_GRAPHS = 8
 

@@ -15,8 +15,8 @@ from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import runtime_cache_name
 from exporter.spec.feeds import step_feeds
 from tests.conftest import TINY
-from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
-from tests.support.rtx_double import RtxEngineDouble, rtx_double
+from tests.support.doubles.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.rtx_double import RtxEngineDouble, rtx_double
 
 CAPACITY = 32
 
@@ -134,7 +134,7 @@ def test_a_failed_capture_does_not_fail_the_step_and_graphs_go_off_once(bundle, 
 def test_a_context_that_cannot_be_made_does_not_fail_the_step(bundle, monkeypatch, caplog):
     expected = decoded(opened(bundle, "tensorrt", cuda_graphs=False)[0])
     stepper, cuda = opened(bundle, "tensorrt")
-    monkeypatch.setattr("tests.support.cuda_double.EngineDouble.create_execution_context", lambda *_: None)
+    monkeypatch.setattr("tests.support.doubles.cuda_double.EngineDouble.create_execution_context", lambda *_: None)
     np.testing.assert_array_equal(decoded(stepper), expected)
     assert not stepper.cuda_graphs and "cannot create an execution context" in caplog.text and cuda.live_graphs == 0
 

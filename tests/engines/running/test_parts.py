@@ -36,7 +36,7 @@ from exporter.validation.bundle_validation import validate_bundle
 from exporter.validation.stored_values import STORED
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
-from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 from tests.support.planted_faults import scale_weight
 
 

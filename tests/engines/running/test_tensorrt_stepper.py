@@ -20,8 +20,8 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.validation.recording import record_run as record_scenarios
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS, TINY
-from tests.support.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
 from tests.support.device_tensors import on_device
+from tests.support.doubles.cuda_double import ENGINE, ContractError, CudaDouble, engine_record, tensorrt_double
 
 CAPACITY = 32
 
@@ -211,7 +211,9 @@ def test_a_failing_enqueue_leaves_the_session_as_it_was(engine, monkeypatch):
     with session_of(made) as session:
         session.prefill(tokens(2, 5))
         before = [session._cache.read(row, 5) for row in range(2)]
-        monkeypatch.setattr("tests.support.cuda_double.ContextDouble.execute_async_v3", lambda self, stream: False)
+        monkeypatch.setattr(
+            "tests.support.doubles.cuda_double.ContextDouble.execute_async_v3", lambda self, stream: False
+        )
         with pytest.raises(RuntimeError, match="execute_async_v3 failed"):
             session.decode(np.array([1, 2]))
         monkeypatch.undo()

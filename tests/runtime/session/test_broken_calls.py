@@ -16,7 +16,7 @@ from exporter.bundle.bundle import Bundle
 from runtime import DecodeSession
 from runtime.policy.launches import unpadded_launches
 from tests.conftest import TINY
-from tests.support.cuda_double import CudaDouble
+from tests.support.doubles.cuda_double import CudaDouble
 from tests.support.slot_sessions import (
     DeviceLost,
     every_backend,

@@ -21,7 +21,7 @@ from exporter.spec.feeds import step_feeds
 from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from tests.conftest import TINY
-from tests.support.cuda_double import double_session
+from tests.support.doubles.cuda_double import double_session
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from exporter.common.errors import NumericalError
-from tests.support.cuda_double import CudaDouble
 from tests.support.device_tensors import from_device, on_device
+from tests.support.doubles.cuda_double import CudaDouble
 from tests.support.row_sessions import BACKENDS, cache_of, open_session, state, tokens, unchanged
 
 ATOL = 1e-5  # float32 sums in another order; measured 1e-6

@@ -25,7 +25,7 @@ from exporter.steppers.protocol import Stepper
 from runtime import DecodeSession
 from runtime.state import SessionState
 from tests.conftest import TINY
-from tests.support.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
+from tests.support.doubles.cuda_double import ENGINE, CudaDouble, engine_record, tensorrt_double
 from tests.support.slot_sessions import every_backend, near, on_onnxruntime, recompute, tokens
 
 CAPACITY = 16

@@ -6,7 +6,7 @@ import types
 
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.engine_records import EngineRecord
-from tests.support.cuda_double import ContextDouble, ContractError, CudaDouble, EngineDouble, tensorrt_double
+from tests.support.doubles.cuda_double import ContextDouble, ContractError, CudaDouble, EngineDouble, tensorrt_double
 
 
 class CudaGraphStrategy:
