@@ -32,6 +32,7 @@ OTHERS = {  # module → what it measures
     "benchmarks.campaigns.races": "two commands at once in one folder; readers of a bundle that is replaced",
     "benchmarks.campaigns.soak": "threads that share one session, with planted faults, for a long time",
     "benchmarks.campaigns.hostile_input": "hostile files and arguments for every call and command that opens them",
+    "benchmarks.campaigns.mutants": "faults planted into graphs, weights, networks, records and profiles",
 }
 
 

@@ -182,10 +182,27 @@ def _counts(outcomes: list[Outcome], of: Callable[[Outcome], str]) -> dict[str, 
     return {name: dict(counts) for name, counts in found.items()}
 
 
+REASONS = {  # kind → why a mutant of that kind may compute the same
+    "inputs swapped": "the operator commutes",
+    "an attribute missing": "the value is the operator's default, or near it",
+    "a constant changed": "the size is inferred, or the bound is beyond what a step reads",
+    "eps changed": "eps is small beside the mean square of the values",
+    "another value read": "both values agree where outputs are read",
+    "a node removed": "the values differ only where outputs are discarded",
+    "a layer removed": "the layer passes its input on, or changes only what is discarded",
+    "another operator": "both operators agree on these values",
+    "another operation": "both operations agree on these values",
+}
+
+
 def reason(outcome: Outcome) -> str:
-    """Returns why a survivor is equivalent: what the oracle measured."""
+    """Returns why a survivor is equivalent: what its kind suggests, and what the oracle measured."""
     if outcome.family in ("record", "profile"):
         return outcome.where
-    if outcome.change == 0:
-        return "no output of any scenario changes by a bit"
-    return f"no output changes by more than {outcome.change:.1e} of rms, {LARGEST_EQUAL_CHANGE:.0e} is the limit"
+    measured = "no output of any scenario changes by a bit"
+    if outcome.change:
+        measured = (
+            f"no output changes by more than {outcome.change:.1e} of rms, {LARGEST_EQUAL_CHANGE:.0e} is the limit"
+        )
+    suggested = REASONS.get(outcome.kind.removeprefix("network: "))
+    return measured if suggested is None else f"{suggested}: {measured}"
