@@ -6,8 +6,9 @@ operator_faults   every node, input, attribute and constant of a graph, changed 
 decoder_faults    faults that exporters of decoders have made
 weight_faults     changes of the stored weights, integers, scales, zero points and tables
 network_faults    changes of the network that TensorRT parses
-record_faults     changes of engine records, and profiles that contradict themselves
 twin_oracle       whether a mutant computes something else: its float32 twin against the good one's
-trials            makes one mutant, asks the oracle, and asks the check under trial
+trials_of_graphs  makes one mutant of a graph, asks the oracle, and asks the check under trial
+trials_of_networks  the same for the network of a graph
+trials_of_records   the same for engine records and profiles, with their faults
 mutant_campaign   chooses the mutants of a run from a seed, and counts
 """
