@@ -17,7 +17,13 @@ from exporter.spec.catalogue import ModelConfig
 from exporter.spec.parameters import weight_shapes
 from exporter.spec.unit import Unit
 
-ABSENT = object()  # an override that leaves the key out of config.json
+
+class Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"  # the same in every process, because it stands in names of tests
+
+
+ABSENT = Absent()  # an override that leaves the key out of config.json
 LLAMA3_RULE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 LAYER_PARTS = {
     "attention_norm": "input_layernorm",
