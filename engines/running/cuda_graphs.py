@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from engines.library.cuda import Cuda
@@ -72,7 +71,7 @@ class CudaGraphs:
             RuntimeError: the capture failed; nothing is kept, and the stream is as before.
         """
         graph = self._cuda.capture(work)
-        self._graphs[key] = _Repeated(context, partial(self._cuda.launch, graph), graph)
+        self._graphs[key] = _Repeated(context, lambda: self._cuda.launch(graph), graph)
 
     def keep(self, key: GraphKey, context: Any, work: Callable[[], None]) -> None:
         """Keeps a context that captures its step itself. `work` runs it."""

@@ -143,7 +143,7 @@ def stripped(bundle, monkeypatch) -> EngineRecord:
         sha256=sha256_of(bundle.folder / record.file),
         graph_file=FIXED_GRAPH,
         lineage=record.lineage | {DATA_FILE: "1" * 64},
-        options=record.options | {"strip_plan": True},
+        options=record.options | {"strip_plan": True, "refit": True},
     )
     (bundle.folder / ENGINES_FILE).write_text(records_json([record]))
     return record

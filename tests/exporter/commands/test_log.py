@@ -49,19 +49,25 @@ def test_verbose_prints_what_was_done_and_what_was_chosen_and_why(tiny_bundle, t
         monkeypatch.setattr(f"engines.{module}.visible_gpus", list)
     made, block = str(tmp_path / "made"), str(tmp_path / "block")
     shutil.copytree(tiny_bundle("block", "fp16").folder, block)
-    stepper = "exporter.steppers.onnxruntime_stepper"
+    origin, stepper = "exporter.bundle.origin", "exporter.steppers.onnxruntime_stepper"
     runs = [
         (
             exporter,
             ["export", "--model", "smollm2-135m", "--unit", "component:rms_norm", "-o", made],
-            ["exporter.export", "exporter.graph.weight_writer", "exporter.export", stepper, "exporter.export"],
+            ["exporter.export", "exporter.graph.weight_writer", "exporter.export", origin, stepper, "exporter.export"],
             ["traced: ", "1 weights, ", "written: "],
             ["graph checked against its contract: ", f"{made} is in place, after "],
         ),
         (
             engines,
             ["build", block, "--backend", "tensorrt-rtx"],
-            ["engines.library.backend", "exporter.bundle.bundle", "engines.network.parsed", "engines.building.build"],
+            [
+                "engines.library.backend",
+                "exporter.bundle.bundle",
+                origin,
+                "engines.network.parsed",
+                "engines.building.build",
+            ],
             ["(asked for)", "parsed by tensorrt-rtx", "1 attentions, 2 cache updates"],
             ["building model.c64.tensorrt-rtx.engine for cache capacity 64"],
         ),

@@ -237,8 +237,8 @@ def test_an_engine_of_other_weights_is_named_with_both_checksums(parts):
             "max position_ids: got [4, 1], expected [2, 1]",
         ),
         (
-            lambda record: record["profiles"][1]["ranges"]["past_key_values.0.key"].update(opt=[2, 2, 64, 16]),
-            "opt past_key_values.0.key: got [2, 2, 64, 16], expected [2, 2, 32, 16]",
+            lambda record: record["profiles"][1]["ranges"]["past_key_values.1.key"].update(opt=[2, 2, 64, 16]),
+            "opt past_key_values.1.key: got [2, 2, 64, 16], expected [2, 2, 32, 16]",
         ),
         (
             lambda record: record["profiles"][1]["ranges"]["attention_mask"].update(max=[2, 65]),
