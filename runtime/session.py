@@ -286,9 +286,7 @@ class DecodeSession(TakesTurns):
         Raises:
             InputError: the slot is not active, or the session is used with rows.
         """
-        table = self._slot_table()
-        table.release(slot)
-        self._state.fill_gaps(table)
+        self._slot_table().release(slot)
 
     @in_turn
     def fork(self, slot: int) -> int:
@@ -302,7 +300,7 @@ class DecodeSession(TakesTurns):
         """
         table = self._slot_table()
         source = table.held(slot)
-        row = self._state.zeroed_row(table)
+        row = self._state.filled_row(table, source.length)
         self._cache.copy(source.row, row, source.length)
         return self._state.take(table, row, source.length)
 
@@ -328,7 +326,7 @@ class DecodeSession(TakesTurns):
         """
         table = self._slot_table()
         self._state.check_slot_state(state, self.manifest.contract.cache_specs, self.cache_origin)
-        row = self._state.zeroed_row(table)
+        row = self._state.filled_row(table, state.length)
         self._cache.write(row, list(state.tensors))
         return self._state.take(table, row, state.length)
 
@@ -358,12 +356,13 @@ class DecodeSession(TakesTurns):
         inputs = self._by_number(inputs)
         held = {slot: table.held(slot) for slot in inputs}
         on_device = all_on_device(inputs.values())
-        sequences = {
-            held[slot].row: self._inputs.sequence(self._device_io.take(x), f"slot {slot}") for slot, x in inputs.items()
-        }
+        taken = {slot: self._inputs.sequence(self._device_io.take(x), f"slot {slot}") for slot, x in inputs.items()}
+        check_room({f"slot {slot}": (held[slot].length, len(x)) for slot, x in taken.items()}, self.cache_capacity)
+        self._state.fill_gaps(table, taken)
+        held = {slot: table.held(slot) for slot in inputs}
+        sequences = {held[slot].row: x for slot, x in taken.items()}
         past_lens = {place.row: place.length for place in held.values()}
         names = {place.row: f"slot {slot}" for slot, place in held.items()}
-        check_room({names[row]: (past_lens[row], len(x)) for row, x in sequences.items()}, self.cache_capacity)
         seq_lens = {row: len(x) for row, x in sequences.items()}
         launches = unpadded_launches(seq_lens)
         pieces = in_pieces(launches, seq_lens, self._device_io.max_seq_len)

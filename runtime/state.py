@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -86,6 +86,7 @@ class SessionState:
         row_lengths: tokens of each row; None while the session is not used with rows.
         slots: the slots; None while the session is not used with slots.
         unclean: cache row → end of the tokens that a failed call may have left beyond the row's length.
+        ends: end of the tokens of each cache row that may not be zero. Cleaning a row costs no more than was written.
     """
 
     def __init__(self, cache: Cache, max_batch: int, cache_capacity: int) -> None:
@@ -93,6 +94,7 @@ class SessionState:
         self.row_lengths: list[int] | None = None
         self.slots: SlotTable | None = None
         self.unclean: dict[int, int] = {}
+        self.ends = [0] * max_batch
         self._max_batch, self._cache_capacity = max_batch, cache_capacity
         self._slot_numbers = itertools.count()  # continues after a reset, so that a slot from before it is noticed
 
@@ -103,10 +105,11 @@ class SessionState:
         return np.array(self.row_lengths or [], np.int64) if slots is None else slots.lengths
 
     def reset(self) -> None:
-        """Forgets all sequences and zeroes the whole cache."""
-        self.unclean = dict.fromkeys(range(self._max_batch), self._cache_capacity)
+        """Forgets all sequences and zeroes what they have written."""
+        self.unclean = dict(enumerate(self.ends))
         self.row_lengths = self.slots = None
         self.clean()
+        self.ends = [0] * self._max_batch
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -127,7 +130,18 @@ class SessionState:
             InputError: all rows are taken.
         """
         row = table.free_row()
-        self.cache.zero(row, 0, self._cache_capacity)
+        self._zero_beyond(row, 0)
+        return row
+
+    def filled_row(self, table: SlotTable, length: int) -> int:
+        """Returns a free cache row whose first `length` tokens the caller writes; the others are zero.
+
+        Raises:
+            InputError: all rows are taken.
+        """
+        row = table.free_row()
+        self._zero_beyond(row, length)
+        self.ends[row] = length
         return row
 
     def take(self, table: SlotTable, row: int, length: int) -> int:
@@ -136,12 +150,28 @@ class SessionState:
         self.slots = table
         return slot
 
-    def fill_gaps(self, table: SlotTable) -> None:
-        """Moves the last rows into the gaps that released slots have left."""
-        while (move := table.next_move()) is not None:  # there are several gaps only after a move has failed
-            self.cache.zero(move.destination, 0, self._cache_capacity)
-            self.cache.copy(move.source, move.destination, table.length_of_row(move.source))
+    def fill_gaps(self, table: SlotTable, slots: Collection[int]) -> None:
+        """Moves rows of a step into the gaps that released slots have left between them.
+
+        One run of the graph costs less than two, by more than a move. A gap that a new sequence takes first, or that is
+        beside the rows of the step, costs nothing.
+
+        Args:
+            table: the slots.
+            slots: the active slots of the step.
+        """
+        while (move := table.next_move(slots)) is not None:
+            length = table.length_of_row(move.source)
+            self._zero_beyond(move.destination, length)
+            self.ends[move.destination] = length
+            self.cache.copy(move.source, move.destination, length)
             table.moved(move)
+
+    def _zero_beyond(self, row: int, length: int) -> None:
+        """Zeroes what was written to a row beyond its first `length` tokens."""
+        if self.ends[row] > length:
+            self.cache.zero(row, length, self.ends[row])
+            self.ends[row] = length
 
     def check_slot_state(self, state: SlotState, specs: Sequence[TensorSpec], origin: CacheOrigin) -> None:
         """Checks a state that a caller wants to import.
@@ -202,6 +232,8 @@ class SessionState:
         self.unclean = {
             row: min(past_lens[row] + launch.width, self._cache_capacity) for launch in launches for row in launch.rows
         }
+        for row, stop in self.unclean.items():
+            self.ends[row] = max(self.ends[row], stop)
         try:
             yield
         except GeneratorExit:

@@ -1,8 +1,8 @@
 """Which cache row each slot has, and how many tokens it holds.
 
-Active slots have the rows 0 … n − 1, so that a step over neighbours is one view of the cache. After a release the last
-row is copied into the gap. No other copy is needed when sequences join and leave. A gap that is not yet filled does no
-harm.
+A step over neighbouring rows is one view of the cache, and so one run of the graph. A release leaves a gap, which the
+next sequence takes. Where a step meets a gap between its rows first, its last row is copied into the gap. No other copy
+is needed when sequences join and leave. A gap does no harm.
 
 Every change is one assignment of a new dict. So no thread and no interrupt sees a table that is changed in part, and a
 caller can prepare cache rows first and change the table last.
@@ -11,7 +11,7 @@ caller can prepare cache rows first and change the table last.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from exporter.common.errors import InputError
@@ -86,12 +86,16 @@ class SlotTable:
         number = plain(slot)
         self._slots = {other: held for other, held in self._slots.items() if other != number}
 
-    def next_move(self) -> Move | None:
-        """Returns the move that brings the last active row into the first gap before it, or None without a gap."""
-        taken = self._row_lengths()
-        gap = next((row for row in range(self.n_rows) if row not in taken), self.n_rows)
-        last = max(taken, default=-1)
-        return Move(last, gap) if gap < last else None
+    def next_move(self, slots: Collection[int]) -> Move | None:
+        """Returns the move that brings the last row of a step into the first gap behind one of its rows, or None.
+
+        Args:
+            slots: the active slots of the step.
+        """
+        taken, rows = self._row_lengths(), {self._slots[slot].row for slot in slots}
+        last = max(rows, default=0)
+        gap = next((row + 1 for row in sorted(rows) if row + 1 < last and row + 1 not in taken), None)
+        return None if gap is None else Move(last, gap)
 
     def moved(self, move: Move) -> None:
         """Records that a move has been made in the cache."""

@@ -80,11 +80,12 @@ def unchanged(session: DecodeSession) -> Iterator[None]:
 
 
 def fill(session: DecodeSession, row: int, value: float, start: int = 0) -> None:
-    """Fills a cache row with one value from token `start`."""
+    """Fills a cache row with one value from token `start`, as a step that wrote up to the capacity."""
     tensors = session._cache.read(row, session.cache_capacity)
     for tensor in tensors:
         tensor[:, start:] = value
     session._cache.write(row, tensors)
+    session._state.ends[row] = session.cache_capacity
 
 
 def row_of(session: DecodeSession, slot: int) -> int:

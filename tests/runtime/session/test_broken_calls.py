@@ -88,10 +88,12 @@ def fail_in_cuda(session: DecodeSession, place: int, for_good: bool) -> Iterator
 
 
 def start(session: DecodeSession) -> dict[int, Tokens]:
-    """Three sequences of 3, 4 and 5 tokens in rows 0, 1 and 2 of 4."""
+    """Three sequences of 3, 4 and 5 tokens in rows 0, 1 and 2 of 4. A fourth has left its tokens in row 3."""
     session.reset()
     held = {session.acquire(): tuple(tokens(3 + seed, seed).tolist()) for seed in range(3)}
-    session.step(held)
+    left = session.acquire()
+    session.step({**held, left: [1, 2, 3]})
+    session.release(left)
     return held
 
 
@@ -179,7 +181,9 @@ def test_an_interrupt_anywhere_in_a_call_leaves_no_wrong_token(tiny_bundle, open
 def test_a_backend_that_fails_anywhere_in_a_call_leaves_no_wrong_token(tiny_bundle, name, for_good, half):
     bundle, breaking = tiny_bundle("model"), functools.partial(fail, half=half, for_good=for_good)
     with on_onnxruntime(bundle, max_batch=ROWS, cache_capacity=CAPACITY) as session:
-        assert break_off_everywhere(bundle, session, name, breaking, DeviceLost) >= 1
+        assert break_off_everywhere(bundle, session, name, breaking, DeviceLost) >= (
+            0 if name.startswith("release") else 1
+        )
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
@@ -187,7 +191,9 @@ def test_a_backend_that_fails_anywhere_in_a_call_leaves_no_wrong_token(tiny_bund
 def test_a_cuda_call_that_fails_anywhere_leaves_no_wrong_token(tiny_bundle, name, for_good):
     bundle, breaking = tiny_bundle("model"), functools.partial(fail_in_cuda, for_good=for_good)
     with on_the_tensorrt_double(bundle, max_batch=ROWS, cache_capacity=CAPACITY) as session:
-        assert break_off_everywhere(bundle, session, name, breaking, CudaError) >= 2
+        assert break_off_everywhere(bundle, session, name, breaking, CudaError) >= (
+            0 if name.startswith("release") else 2
+        )
 
 
 @every_backend

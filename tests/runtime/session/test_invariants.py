@@ -22,6 +22,7 @@ from exporter.spec.unit import Unit
 from runtime import DecodeSession
 from tests.conftest import TINY
 from tests.support.doubles.cuda_double import double_session
+from tests.support.slot_sessions import fill
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +167,7 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_reset(session, seed, value):
     x = draw(session, seed, 2, 5)
     clean, _ = fresh(session, x)
     for row in range(4):
-        session._cache.write(row, [np.full_like(tensor, value) for tensor in session._cache.read(row, CAPACITY)])
+        fill(session, row, value)
     again, _ = fresh(session, x)
     np.testing.assert_array_equal(again, clean)
 
@@ -184,7 +185,7 @@ def test_i4_inf_and_nan_left_behind_are_zeroed_by_acquire(session, seed, value):
     neighbour, leaver = session.acquire(), session.acquire()
     session.step({neighbour: long, leaver: x})
     for row in range(1, 4):  # the leaver's, and those never used
-        session._cache.write(row, [np.full_like(tensor, value) for tensor in session._cache.read(row, CAPACITY)])
+        fill(session, row, value)
     session.release(leaver)
     slot = session.acquire()
     session.step({slot: x})

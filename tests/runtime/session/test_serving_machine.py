@@ -138,7 +138,8 @@ class Serving(stateful.RuleBasedStateMachine):
     @stateful.precondition(lambda self: self.tokens and not self.is_full())
     @stateful.rule(value=st.sampled_from([np.nan, np.inf, 1e4]))
     def leave_data_in_free_rows(self, value) -> None:
-        for row in range(len(self.tokens), self.ROWS):
+        taken = {row_of(self.session, slot) for slot in self.tokens}
+        for row in set(range(self.ROWS)) - taken:
             fill(self.session, row, value)
         self.done["data in free rows"] += 1
 
@@ -183,6 +184,7 @@ class Serving(stateful.RuleBasedStateMachine):
     def step_that_fails(self, data, fault) -> None:
         """Launch number k fails, and the session is as before the step."""
         step, run, launches = self.draw_step(data), self.session._stepper.run, []
+        self.session._state.fill_gaps(self.session._state.slots, step)
         rows = {row_of(self.session, slot): len(new) for slot, new in step.items()}
         k = data.draw(st.sampled_from(range(len(unpadded_launches(rows)))[::-1]), "launch that fails")
 

@@ -254,17 +254,55 @@ def test_what_a_released_slot_left_never_reaches_a_later_sequence(tiny_bundle, o
 def test_a_sequence_that_moves_into_a_gap_takes_nothing_over_from_it(tiny_bundle, open_backend):
     bundle = tiny_bundle("model")
     with open_backend(bundle, cache_capacity=16) as session:
-        leaver, mover = session.acquire(), session.acquire()
-        session.step({leaver: tokens(9, 1), mover: tokens(3)})
+        keeper, leaver, mover = session.acquire(), session.acquire(), session.acquire()
+        session.step({keeper: tokens(2), leaver: tokens(9, 1), mover: tokens(3)})
         fill(session, row_of(session, leaver), np.nan)
         session.release(leaver)
-        assert row_of(session, mover) == 0 and session.lengths == {mover: 3}
-        assert not any(tensor[:, 3:].any() for tensor in session._cache.read(0, 16))
-        near(session.step({mover: [5]})[mover], recompute(bundle, [*tokens(3), 5]))
+        assert row_of(session, mover) == 2 and session.lengths == {keeper: 2, mover: 3}
+        outputs = session.step({keeper: [6], mover: [5]})
+        assert row_of(session, mover) == 1
+        assert not any(tensor[:, 4:].any() for tensor in session._cache.read(1, 16))
+        near(outputs[mover], recompute(bundle, [*tokens(3), 5]))
+        near(outputs[keeper], recompute(bundle, [*tokens(2), 6]))
+
+
+@every_backend
+def test_leaving_and_joining_moves_nothing(tiny_bundle, open_backend, monkeypatch):
+    """A move copies a whole sequence. It is made when a step needs it, and the next sequence often takes the gap."""
+    with open_backend(tiny_bundle("model"), cache_capacity=16) as session:
+        slots = [session.acquire() for _ in range(3)]
+        session.step({slot: tokens(3, slot) for slot in slots})
+        copies, copy = [], session._cache.copy
+        monkeypatch.setattr(session._cache, "copy", lambda *args: (copies.append(args), copy(*args)))
+        session.release(slots[1])
+        session.step({slots[2]: [1]})
+        newcomer = session.acquire()
+        session.step({slots[0]: [1], newcomer: [1], slots[2]: [1]})
+        assert row_of(session, newcomer) == 1 and copies == []
+        session.release(newcomer)
+        session.step({slots[0]: [1], slots[2]: [1]})
+        assert copies == [(2, 1, 5)]
+
+
+@every_backend
+def test_zeroing_a_row_costs_what_was_written_to_it(tiny_bundle, open_backend, monkeypatch):
+    with open_backend(tiny_bundle("model"), max_batch=2, cache_capacity=32) as session:
+        zeroed, zero = [], session._cache.zero
+        monkeypatch.setattr(session._cache, "zero", lambda *args: (zeroed.append(args), zero(*args)))
+        slot = session.acquire()
+        assert zeroed == []
+        session.step({slot: tokens(7)})
+        session.step({slot: tokens(2)})
+        session.release(slot)
+        other = session.fork(session.acquire())
+        assert zeroed == [(0, 0, 9)]
+        session.step({other: tokens(4)})
+        session.reset()
+        assert (1, 0, 4) in zeroed and not cache_bits(session).any()
 
 
 def decode_in_company(session: DecodeSession, x: np.ndarray, neighbour_width: int) -> np.ndarray:
-    """Logits of x: 4 tokens, then one a step. Another sequence leaves, which moves this one, and a third joins."""
+    """Logits of x: 4 tokens, then one a step. Another sequence leaves, and a third joins in its row."""
     first, slot = session.acquire(), session.acquire()
     session.step({first: tokens(9, 1)})
     outputs = []
@@ -313,88 +351,3 @@ def test_who_the_neighbours_are_changes_nothing(tiny_bundle, open_backend):
     if open_backend is on_onnxruntime:
         np.testing.assert_array_equal(*outputs)
     near(*outputs)
-
-
-# --- rows or slots ---------------------------------------------------------------------------------------------------
-
-USES_OF_SLOTS = {
-    "acquire": lambda session: session.acquire(),
-    "release": lambda session: session.release(0),
-    "fork": lambda session: session.fork(0),
-    "export_slot": lambda session: session.export_slot(0),
-    "import_slot": lambda session: session.import_slot(empty_state(session)),
-    "step": lambda session: session.step({0: [1]}),
-}
-
-
-def empty_state(session: DecodeSession) -> SlotState:
-    return SlotState(
-        0,
-        tuple(np.zeros((spec.axes[1], 0, spec.axes[3]), np.float32) for spec in session.manifest.contract.cache_specs),
-        session.cache_origin,
-    )
-
-
-@pytest.mark.parametrize("use", USES_OF_SLOTS)
-def test_a_session_used_with_rows_has_no_slots_until_reset(tiny_bundle, use):
-    with on_onnxruntime(tiny_bundle("model")) as session:
-        session.prefill(tokens(6).reshape(2, 3))
-        bits = cache_bits(session)
-        with pytest.raises(InputError, match="used with rows"):
-            USES_OF_SLOTS[use](session)
-        assert session.lengths.tolist() == [3, 3]
-        np.testing.assert_array_equal(cache_bits(session), bits)
-        session.reset()
-        assert session.acquire() in session.lengths
-
-
-@pytest.mark.parametrize("use", ["prefill", "decode"])
-def test_a_session_used_with_slots_has_no_rows_until_reset(tiny_bundle, use):
-    with on_onnxruntime(tiny_bundle("model")) as session:
-        session.step({session.acquire(): tokens(3)})
-        with unchanged(session), pytest.raises(InputError, match="used with slots"):
-            getattr(session, use)(np.array([[1]]))
-        session.reset()
-        session.prefill(np.array([[1, 2]]))
-        assert session.lengths.tolist() == [2]
-
-
-@pytest.mark.parametrize("use", ["release", "fork", "export_slot", "step"])
-def test_a_refused_first_use_chooses_neither_rows_nor_slots(tiny_bundle, use):
-    with on_onnxruntime(tiny_bundle("model")) as session:
-        with pytest.raises(InputError, match="active slots"):
-            USES_OF_SLOTS[use](session)
-        session.prefill(np.array([[1, 2]]))
-        assert session.lengths.tolist() == [2]
-
-
-@every_backend
-def test_reset_forgets_every_slot_and_zeroes_the_cache(tiny_bundle, open_backend):
-    bundle = tiny_bundle("model")
-    with open_backend(bundle) as session:
-        for _ in range(4):
-            session.step({session.acquire(): tokens(5)})
-        fill(session, 1, np.nan)
-        session.reset()
-        assert len(session.lengths) == 0 and not cache_bits(session).any()
-        slots = [session.acquire() for _ in range(4)]
-        near(session.step({slots[1]: tokens(4)})[slots[1]], recompute(bundle, tokens(4)))
-
-
-def test_a_slot_from_before_a_reset_is_refused_after_it(tiny_bundle):
-    with on_onnxruntime(tiny_bundle("model")) as session:
-        stale = session.acquire()
-        session.reset()
-        session.acquire()
-        with pytest.raises(InputError, match=f"got {stale}, expected one of the active slots"):
-            session.step({stale: [1]})
-
-
-@every_backend
-@pytest.mark.parametrize("use", USES_OF_SLOTS)
-def test_use_after_close_is_an_error(tiny_bundle, open_backend, use):
-    session = open_backend(tiny_bundle("model"))
-    session.step({session.acquire(): tokens(3)})
-    session.close()
-    with pytest.raises(InputError, match="closed"):
-        USES_OF_SLOTS[use](session)
