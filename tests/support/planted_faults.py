@@ -63,7 +63,9 @@ def replace_node(model: onnx.ModelProto, old: NodeProto, *new: NodeProto) -> Non
 
 
 def attention_of(model: onnx.ModelProto, layer: int) -> NodeProto:
-    return node_of(model, f"blocks.{layer}.attention.heads")
+    """The Attention node of a layer; where it computes in float32, its heads are cast afterwards."""
+    heads = node_of(model, f"blocks.{layer}.attention.heads")
+    return heads if heads.op_type == "Attention" else node_of(model, heads.input[0])
 
 
 # --- the faults -------------------------------------------------------------------------------------------------------
