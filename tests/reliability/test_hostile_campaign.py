@@ -8,9 +8,6 @@ from benchmarks.campaigns.hostile_input.campaign import run_campaign
 from benchmarks.campaigns.hostile_input.originals import make_originals
 
 pytestmark = pytest.mark.slow
-pytest.skip(
-    "the small campaign waits for ever in a whole run of the tests; the cause is not found", allow_module_level=True
-)
 
 CASES = {  # kind of input → number of cases
     "manifest": 60,
