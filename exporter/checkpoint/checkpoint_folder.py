@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ _ROWS = 8192  # rows of a vocabulary-sized matrix that are read at a time
 def check_opens(path: Path) -> None:
     """Checks that a file can be opened. A library that cannot open a file says that its content is damaged.
 
+    It does not wait where the path is a pipe, which the caller refuses.
+
     Raises:
         CheckpointError: the system refuses to open it; the message has the system's reason.
     """
     try:
-        open(path, "rb").close()
+        open(path, "rb", opener=lambda file, flags: os.open(file, flags | os.O_NONBLOCK)).close()
     except OSError as error:
         raise CheckpointError(
             f"{path}: it cannot be opened ({error.strerror}); its content was not read; check its permissions"
