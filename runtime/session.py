@@ -277,7 +277,7 @@ class DecodeSession(TakesTurns):
             InputError: all slots are taken, or the session is used with rows.
         """
         table = self._slot_table()
-        return self._state.take(table, self._state.zeroed_row(table), 0)
+        return self._state.take(table, self._state.filled_row(table, 0), 0)
 
     @in_turn
     def release(self, slot: int) -> None:

@@ -106,7 +106,7 @@ class SessionState:
 
     def reset(self) -> None:
         """Forgets all sequences and zeroes what they have written."""
-        self.unclean = dict(enumerate(self.ends))
+        self.unclean = {row: end for row, end in enumerate(self.ends) if end}
         self.row_lengths = self.slots = None
         self.clean()
         self.ends = [0] * self._max_batch
@@ -123,18 +123,10 @@ class SessionState:
             raise InputError("session: got a call for slots, and it is used with rows; call reset() to use slots")
         return self.slots or SlotTable(self._max_batch, self._slot_numbers)
 
-    def zeroed_row(self, table: SlotTable) -> int:
-        """Returns a free cache row and zeroes it. It stays free until `take`, so a failure here changes nothing.
-
-        Raises:
-            InputError: all rows are taken.
-        """
-        row = table.free_row()
-        self._zero_beyond(row, 0)
-        return row
-
     def filled_row(self, table: SlotTable, length: int) -> int:
         """Returns a free cache row whose first `length` tokens the caller writes; the others are zero.
+
+        The row stays free until `take`, so a failure here changes nothing.
 
         Raises:
             InputError: all rows are taken.
