@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import ml_dtypes
 import numpy as np
@@ -55,12 +56,12 @@ class EagerStepper(Stepper[HostCache]):
         self.module = module
 
     @classmethod
-    def from_weights(cls, spec: GraphSpec, weights: WeightSource) -> EagerStepper:
+    def from_weights(cls, spec: GraphSpec, weights: WeightSource) -> Self:
         """Fills the eager module from any source of weights, such as the checkpoint a bundle is made from."""
         return cls(spec, load_eager(spec, weights))
 
     @classmethod
-    def from_bundle(cls, bundle: Bundle) -> EagerStepper:
+    def from_bundle(cls, bundle: Bundle) -> Self:
         """Fills the eager module from the weights that the bundle's graph uses, mapped from its data file."""
         return cls.from_weights(bundle.manifest.spec, bundle_weights(bundle))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +38,7 @@ from exporter.validation.cost import (
     LargestValues,
     SizedStepper,
     agreement_prompts,
+    usual_error,
 )
 from exporter.validation.cpu_graph import open_own, open_twin, runs_as_twin, twin_run
 from exporter.validation.recording import Recording, record_run
@@ -103,7 +104,7 @@ def check_meaning(bundle: Bundle, weights: WeightSource | None = None, seed: int
     """
     rounded = reference_weights(bundle, weights)
     validation = WholeValidation(bundle, rounded, weights, seed)
-    with validation.twins() as scratch:
+    with scratch_folder() as scratch:
         meaning = validation.meaning(validation.reference(), scratch)
     return replace(meaning, stored=compare_stored(bundle, None if weights is None else rounded))
 
@@ -174,17 +175,11 @@ class WholeValidation:
         """Answers both questions."""
         reference = self.reference(with_tokens=self.bundle.manifest.unit.kind == "model")
         own: Recorded | None = None
-        with self.twins() as scratch:
+        with scratch_folder() as scratch:
             if self.bundle.manifest.dtype == "fp32":  # the graph is its own twin: one run answers both questions
                 own = self._run_own(reference, scratch)
             meaning = self.meaning(reference, scratch, own.recording if own else None)
         return meaning, self._cost(reference, own or self._run_own(reference, None))
-
-    @contextlib.contextmanager
-    def twins(self) -> Iterator[Path]:
-        """Yields the folder of the twins, which is removed at the end."""
-        with scratch_folder() as scratch:
-            yield scratch
 
     # --- the definition -----------------------------------------------------------------------------------------------
 
@@ -195,8 +190,6 @@ class WholeValidation:
             with_tokens: whether it continues the prompts too.
         """
         stepper = SizedStepper.from_weights(self.spec.in_dtype("fp32"), self.weights)
-        assert isinstance(stepper, SizedStepper), "from_weights makes its own class"
-        stepper.largest = LargestValues()
         recording = self._recorded(stepper)
         reference = Reference(recording, stepper.description, stepper.largest)
         if with_tokens and self.bundle.manifest.max_positions > N_TOKENS:
@@ -267,8 +260,7 @@ class WholeValidation:
 
     def _cost(self, reference: Reference, own: Recorded) -> Cost:
         manifest = self.bundle.manifest
-        stage = ("eager", "interpreter") if runs_as_twin(manifest.dtype) else VALIDATION_STAGE
-        usual = tolerance(stage, manifest.unit, manifest.dtype)
+        usual = usual_error(manifest.unit, manifest.dtype)
         comparisons = compare(reference.recording, own.recording, usual)
         agreement = None
         if reference.logits is not None and own.logits is not None:

@@ -27,7 +27,7 @@ from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.protocol import Stepper
 from exporter.validation.by_operation import OperationCheck, judge_graph, record_values
 from exporter.validation.comparison import Comparison, Meaning, compare, compare_tensor
-from exporter.validation.cost import Cost, LargestValues, SizedStepper
+from exporter.validation.cost import Cost, LargestValues, SizedStepper, usual_error
 from exporter.validation.cpu_graph import runs_as_twin, twin_piece, twin_run
 from exporter.validation.recording import Recording, record_run
 from exporter.validation.scenarios import RunLimits
@@ -158,7 +158,7 @@ class LayerValidation:
             for name, size in sizes.items():
                 largest.note(name, size)
         candidate = "the eager definition" if runs_as_twin(dtype) else "onnxruntime"
-        usual = tolerance(_own_stage(dtype), Unit("block"), dtype)
+        usual = usual_error(Unit("block"), dtype)
         cost = Cost(dtype, f"{candidate} in {dtype}, one block at a time", own, usual, largest)
         return Meaning.of_pieces(pieces), cost
 
@@ -203,8 +203,6 @@ class LayerValidation:
             return record_run(block, stepper, self.seed)
 
         eager = SizedStepper.from_weights(block.in_dtype("fp32"), self.weights)
-        assert isinstance(eager, SizedStepper), "from_weights makes its own class"
-        eager.largest = LargestValues()
         reference = recorded(eager)
         piece = layer_graph(model, layer, hidden_in, contract)
         own_graph = piece.SerializeToString()
@@ -225,7 +223,7 @@ class LayerValidation:
         elif dtype != "fp32":
             with contextlib.closing(OnnxruntimeStepper(own_graph, contract, dtype, data_folder=folder)) as own:
                 candidate = recorded(own)
-        cost = compare(reference, candidate, tolerance(_own_stage(dtype), unit, dtype))
+        cost = compare(reference, candidate, usual_error(unit, dtype))
         comparisons, cost = (
             [dataclasses.replace(c, scenario=where + c.scenario) for c in several] for several in (comparisons, cost)
         )
@@ -265,8 +263,3 @@ class LayerValidation:
             expected = torch.cat([normed @ self.weights.read(head, rows=run).T for run in runs], dim=-1).numpy()
         allowed = tolerance(VALIDATION_STAGE, manifest.unit, "fp32").allowed
         return compare_tensor("output head", "logits", [expected], [logits], allowed)
-
-
-def _own_stage(dtype: str) -> tuple[str, str]:
-    """Returns the pair of backends whose tolerance is usual for a run in the bundle's dtype."""
-    return ("eager", "interpreter") if runs_as_twin(dtype) else VALIDATION_STAGE

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from exporter.bundle.bundle import Bundle
 from exporter.bundle.tokenizer import encode, open_tokenizer
@@ -22,11 +22,13 @@ from exporter.measuring.agreement import Agreement, prompts
 from exporter.measuring.named_values import is_float32
 from exporter.model.observe import See, unseen
 from exporter.spec.dtypes import LARGEST_HALF
+from exporter.spec.graph_spec import GraphSpec
 from exporter.spec.unit import Unit
 from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.protocol import HostCache
 from exporter.validation.comparison import Comparison
-from exporter.validation.tolerances import Tolerance
+from exporter.validation.cpu_graph import runs_as_twin
+from exporter.validation.tolerances import VALIDATION_STAGE, Tolerance, tolerance
 
 N_PROMPTS, N_TOKENS = 8, 12  # prompts, and tokens after each of them, on which agreement is measured
 _RANDOM_PROMPT = 6  # tokens of a random prompt, for a model without a tokenizer
@@ -103,7 +105,9 @@ class SizedStepper(EagerStepper):
         largest: the largest values so far.
     """
 
-    largest: LargestValues
+    def __init__(self, spec: GraphSpec, module: nn.Module) -> None:
+        super().__init__(spec, module)
+        self.largest = LargestValues()
 
     def run(
         self, feeds: Mapping[str, np.ndarray], cache: HostCache | None = None, first_row: int = 0, see: See = unseen
@@ -113,6 +117,11 @@ class SizedStepper(EagerStepper):
             if name != "logits" and output.size:
                 self.largest.note(name, float(np.abs(output).max()))
         return outputs
+
+
+def usual_error(unit: Unit, dtype: str) -> Tolerance:
+    """Returns the error that is usual with random weights, for a run in this dtype or what stands in for it."""
+    return tolerance(("eager", "interpreter") if runs_as_twin(dtype) else VALIDATION_STAGE, unit, dtype)
 
 
 @dataclass(frozen=True)
