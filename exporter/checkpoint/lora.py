@@ -238,11 +238,8 @@ class MergedWeights:
 
     def read(self, name: str, columns: slice = slice(None), rows: slice = slice(None)) -> Tensor:
         """Reads a weight as `WeightSource.read` says; a merged one in float32."""
-        if name in self.replaced:
-            whole = self._ordered(name, self._tensor(self.replaced[name]))
-            weight = whole[columns] if whole.dim() == 1 else whole[rows, columns]
-        else:
-            weight = self._base.read(name, columns, rows)
+        read_stored = self._replaced if name in self.replaced else self._base.read
+        weight = read_stored(name, columns, rows)
         update = self.updates.get(name)
         if update is None:
             return weight
@@ -250,6 +247,14 @@ class MergedWeights:
         if update.transposed:
             left, right = left.T, right.T
         return torch.addmm(weight.float(), self._ordered(name, left)[rows], right[:, columns], alpha=update.scaling)
+
+    def _replaced(self, name: str, columns: slice, rows: slice) -> Tensor:
+        """Reads a part of the adapter's own tensor; of a rotated one all rows, which have another order here."""
+        with safe_open(self._path, framework="pt") as file:
+            stored = file.get_slice(self.replaced[name])
+            if len(stored.get_shape()) == 1:
+                return stored[columns]
+            return self._ordered(name, stored[:, columns])[rows] if is_rotated(name) else stored[rows, columns]
 
     def _tensor(self, name: str) -> Tensor:
         with safe_open(self._path, framework="pt") as file:
