@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.comparison.audit import audit
 from engines.comparison.control import Control, control_dtype, judge
-from engines.comparison.network_meaning import TwinNetwork
+from engines.comparison.network_meaning import NetworkMeaning, TwinNetwork
 from engines.comparison.observers import GraphObserver, Observer, StepperObserver
 from engines.comparison.reference import Reference, make_reference
 from engines.comparison.results import BackendResult, CompareResult, TensorResult
@@ -35,6 +35,8 @@ from exporter.steppers.eager_stepper import EagerStepper
 from exporter.steppers.onnxruntime_stepper import OnnxruntimeStepper
 from exporter.steppers.parts_stepper import open_parts
 from exporter.steppers.protocol import Stepper
+from exporter.validation.bundle_validation import WholeValidation
+from exporter.validation.comparison import Meaning
 from exporter.validation.cpu_graph import cpu_contract, cpu_graph_path, open_on_cpu, runs_as_twin, with_twin_named
 from exporter.validation.recording import Recording, record_run
 from exporter.validation.reference_weights import reference_weights
@@ -124,8 +126,7 @@ class Comparer:
             comparisons, control = judge(expected, recordings[name], allowed, run_control)
             tensors = tuple(TensorResult.measure(c, expected, recordings[name]) for c in comparisons)
             results.append(BackendResult(name, descriptions[name], allowed, control, tensors))
-        if "interpreter" in backends:
-            results = self._with_meaning(results, recordings.get("eager"))
+        results = self._with_meaning(results, recordings.get("eager"))
         results = self._audited(results)
         return CompareResult(str(manifest.unit), manifest.dtype, descriptions[reference], tuple(results), left_out)
 
@@ -169,20 +170,38 @@ class Comparer:
         return Control(exact, self.record_run(stepper), stepper.description)
 
     def _with_meaning(self, results: list[BackendResult], exact: Recording | None) -> list[BackendResult]:
-        """Returns the results, with the answer of the float32 network in the interpreter's."""
+        """Returns the results, with the answer of the float32 twin in the interpreter's and in onnxruntime's.
+
+        A control has no limit, so it may excuse what a dtype costs, and never what a graph means. onnxruntime's outputs
+        need the answer where a control excused them; the fixed tolerance is small enough without.
+        """
+        answered = []
+        for result in results:
+            if result.backend == "interpreter":
+                result = replace(result, meaning=self._network_meaning(exact))
+            elif result.backend == "onnxruntime" and result.control:
+                result = replace(result, meaning=self._graph_meaning())
+            answered.append(result)
+        return answered
+
+    def _network_meaning(self, exact: Recording | None) -> NetworkMeaning:
         self.say("run: interpreter, on the float32 network")
         if exact is None:
             exact = self.record_run(self._eager("fp32"))
         network = TwinNetwork(self.bundle, self.weights, self.request.seed, self.request.parser, self.scratch)
-        meaning = network.meaning(exact, self.record_run)
-        return [replace(r, meaning=meaning) if r.backend == "interpreter" else r for r in results]
+        return network.meaning(exact, self.record_run)
+
+    def _graph_meaning(self) -> Meaning:
+        self.say("run: onnxruntime, on the graph's float32 twin")
+        validation = WholeValidation(self.bundle, self.weights, None, self.request.seed, say=self.say)
+        return validation.meaning(validation.reference(), self.scratch)
 
     # --- audit --------------------------------------------------------------------------------------------------------
 
     def _audited(self, results: list[BackendResult]) -> list[BackendResult]:
         """Returns the results, with an audit of each backend that the request names."""
         if self.request.audit is None:
-            # a control has no limit, so it excuses no network; `exporter validate` judges the graph without a control
+            # a control has no limit, so it excuses no network
             wanted = [r.backend for r in results if not r.passed or (r.control and r.backend == "interpreter")]
         else:
             wanted = [r.backend for r in results if self.request.audit]

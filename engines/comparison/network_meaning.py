@@ -8,7 +8,7 @@ the weights amplify rounding, every operation is judged on the reference's own i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,15 @@ class NetworkMeaning:
             wrong = "".join(f"; {o.name} differs by {o.local:.1e} of rms" for o in self.wrong_operations[:1])
             return f"{answer} its outputs differ, so every operation was judged on the reference's inputs{wrong}"
         return f"{answer} it differs by {worst.max_error:.1e} of rms at most, {worst.allowed:.0e} allowed"
+
+    def to_dict(self) -> dict:
+        """Returns the answer for the JSON document."""
+        return {
+            "passed": self.passed,
+            "judged_by": "outputs" if self.audit is None else "operations",
+            "comparisons": [asdict(c) | {"passed": c.passed} for c in self.comparisons],
+            "wrong_operations": [asdict(o) for o in self.wrong_operations],
+        }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from engines.comparison.audit import BackendAudit, OperationError
 from engines.comparison.control import explain_control
-from engines.comparison.network_meaning import NetworkMeaning
 from engines.comparison.results import BackendResult, CompareResult, TensorResult
 from exporter.common import terminal
 
@@ -39,7 +38,7 @@ def to_dict(result: CompareResult) -> dict:
                     "control": r.control,
                     "tensors": [_tensor_dict(tensor) for tensor in r.tensors],
                     "audit": None if r.audit is None else _audit_dict(r.audit),
-                    "meaning": None if r.meaning is None else _meaning_dict(r.meaning),
+                    "meaning": None if r.meaning is None else r.meaning.to_dict(),
                 }
                 for r in result.results
             ],
@@ -57,15 +56,6 @@ def _tensor_dict(tensor: TensorResult) -> dict:
         "mean_error": c.mean_error,
         "allowed": c.allowed,
         "steps": [asdict(step) for step in tensor.steps],
-    }
-
-
-def _meaning_dict(meaning: NetworkMeaning) -> dict:
-    return {
-        "passed": meaning.passed,
-        "judged_by": "outputs" if meaning.audit is None else "operations",
-        "comparisons": [asdict(c) | {"passed": c.passed} for c in meaning.comparisons],
-        "wrong_operations": [asdict(o) for o in meaning.wrong_operations],
     }
 
 

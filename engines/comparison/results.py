@@ -9,7 +9,7 @@ import numpy as np
 
 from engines.comparison.audit import BackendAudit
 from engines.comparison.network_meaning import NetworkMeaning
-from exporter.validation.comparison import Comparison
+from exporter.validation.comparison import Comparison, Meaning
 from exporter.validation.recording import Recording
 from exporter.validation.tolerances import Tolerance
 
@@ -99,7 +99,8 @@ class BackendResult:
         control: description of the control that allowed more; None where none did.
         tensors: results for each tensor of each scenario.
         audit: audit of the candidate; None where it was not audited.
-        meaning: the network in float32 against the definition; None for other backends than the interpreter.
+        meaning: the float32 twin against the definition, which no control excuses: the network's for the interpreter,
+            the graph's for onnxruntime where a control allowed more than the tolerance; None elsewhere.
     """
 
     backend: str
@@ -108,7 +109,7 @@ class BackendResult:
     control: str | None
     tensors: tuple[TensorResult, ...]
     audit: BackendAudit | None = None
-    meaning: NetworkMeaning | None = None
+    meaning: NetworkMeaning | Meaning | None = None
 
     @property
     def passed(self) -> bool:

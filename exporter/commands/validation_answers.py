@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exporter.common import terminal
+from exporter.validation.comparison import meaning_sentence
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
@@ -36,23 +37,9 @@ def say_answers(section: dict) -> None:
 def answers(section: dict) -> list[str]:
     """Returns both answers in sentences, and what the validation warns of."""
     meaning, cost = section["meaning"], section["cost"]
-    lines = [_meaning(meaning), *(f"  {line}" for line in meaning["failures"]), _cost(cost)]
+    lines = [meaning_sentence(meaning), *(f"  {line}" for line in meaning["failures"]), _cost(cost)]
     lines += [f"  {line}" for line in cost["failures"]] + [f"  note: {line}" for line in cost["warnings"]]
     return lines
-
-
-def _meaning(meaning: dict) -> str:
-    said = "does the graph mean what the definition means? "
-    if any(not c["passed"] for c in meaning["stored"]):
-        return f"{said}NO: stored values are wrong, through the {meaning['through'].removeprefix('the ')}"
-    if meaning["judged_by"] == "operations":
-        said += "yes" if meaning["passed"] else "NO"
-        how = "these weights amplify rounding, so every operation was judged on the definition's own inputs"
-        return f"{said}: {how}, through the {meaning['through'].removeprefix('the ')}"
-    error = "not finite" if meaning["max_error"] is None else f"{meaning['max_error']:.1e} of rms at most"
-    said += "yes" if meaning["passed"] else "NO"
-    allowed = f"{meaning['max_allowed']:.0e} allowed"
-    return f"{said}: in float32 it differs by {error}, {allowed}, through the {meaning['through'].removeprefix('the ')}"
 
 
 def _cost(cost: dict) -> str:

@@ -151,6 +151,11 @@ class Meaning:
             if not c.passed
         ]
 
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        return meaning_sentence(self.to_dict())
+
     def to_dict(self) -> dict:
         """Returns the section for report.json; numbers that are not finite are null."""
         operations = None if self.operations is None else [_plain(c) for c in worst_by_operation(self.operations)]
@@ -169,6 +174,25 @@ class Meaning:
             "stored": [_plain(c) for c in self.stored],
             "failures": self.failures,
         }
+
+
+def meaning_sentence(meaning: dict) -> str:
+    """Returns the answer to the first question in one sentence.
+
+    Args:
+        meaning: what `Meaning.to_dict` returned.
+    """
+    said = "does the graph mean what the definition means? "
+    if any(not c["passed"] for c in meaning["stored"]):
+        return f"{said}NO: stored values are wrong, through the {meaning['through'].removeprefix('the ')}"
+    if meaning["judged_by"] == "operations":
+        said += "yes" if meaning["passed"] else "NO"
+        how = "these weights amplify rounding, so every operation was judged on the definition's own inputs"
+        return f"{said}: {how}, through the {meaning['through'].removeprefix('the ')}"
+    error = "not finite" if meaning["max_error"] is None else f"{meaning['max_error']:.1e} of rms at most"
+    said += "yes" if meaning["passed"] else "NO"
+    allowed = f"{meaning['max_allowed']:.0e} allowed"
+    return f"{said}: in float32 it differs by {error}, {allowed}, through the {meaning['through'].removeprefix('the ')}"
 
 
 def _plain(row: Comparison | OperationCheck) -> dict:
