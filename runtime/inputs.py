@@ -5,7 +5,9 @@ Hidden states may be host arrays or device tensors. Tokens are on the host when 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,13 +25,16 @@ def as_array(x: object, subject: str) -> np.ndarray:
         subject: its name in an error message.
 
     Raises:
-        InputError: it is not a rectangular array, or it has masked elements, which numpy would drop the mask of.
+        InputError: it is not a rectangular array, it asks for its gradient, or it has masked elements, which numpy
+            would drop the mask of.
     """
     if _has_mask(x):
         raise InputError(f"{subject}: got an array with masked elements; fill them, or leave them out and give lengths")
+    if getattr(x, "requires_grad", False):
+        raise InputError(f"{subject}: got a tensor that asks for its gradient; give tensor.detach()")
     try:
-        return np.asarray(x)
-    except (ValueError, TypeError, RuntimeError) as error:  # RuntimeError: a torch tensor that asks for its gradient
+        return np.asarray(_view_of_bfloat16(x))
+    except (ValueError, TypeError, RuntimeError) as error:
         raise InputError(
             f"{subject}: got no rectangular array ({error}); pad the rows on the right and give lengths"
         ) from None
@@ -40,6 +45,14 @@ def _has_mask(x: object) -> bool:
     if isinstance(x, np.ma.MaskedArray):
         return bool(np.ma.is_masked(x))
     return isinstance(x, list | tuple) and any(_has_mask(y) for y in x if isinstance(y, list | tuple | np.ndarray))
+
+
+def _view_of_bfloat16(x: Any) -> Any:
+    """Returns torch's bfloat16 tensors on the host as arrays, which torch itself does not; anything else as it is."""
+    if str(getattr(x, "dtype", "")) != "torch.bfloat16":
+        return x
+    torch = sys.modules["torch"]  # it made the tensor
+    return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bf16"))
 
 
 class InputChecker:

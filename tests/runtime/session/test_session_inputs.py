@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exporter.common.errors import BackendError, InputError
+from exporter.spec.dtypes import numpy_dtype
 from runtime import DecodeSession
 from tests.conftest import MAX_POSITIONS
 from tests.support.row_sessions import BACKENDS, open_session, state, tokens, unchanged
@@ -24,7 +25,7 @@ MODEL_FAULTS = [
     (lambda s: s.prefill(tokens(2, 3), [1.0, 2.0]), "float64"),
     (lambda s: s.prefill(tokens(2, 3), "ab"), "lengths: got <U2"),
     (lambda s: s.prefill(None), "tokens: got object"),
-    (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), "no rectangular array"),
+    (lambda s: s.prefill(torch.zeros(1, 2, requires_grad=True)), r"asks for its gradient; give tensor\.detach"),
     (lambda s: s.decode(None), "tokens: got object"),
     (lambda s: s.prefill(np.ma.masked_equal([[1, 2]], 2)), "input: got an array with masked elements"),
     (lambda s: s.prefill([np.ma.masked_equal([1, 2], 2)]), "input: got an array with masked elements"),
@@ -59,6 +60,17 @@ def test_bad_input_is_refused_the_same_way_on_every_backend(tiny_bundle, backend
 def test_hidden_states_must_have_the_bundles_dtype_and_shape(tiny_bundle, x, message):
     with open_session(tiny_bundle("block", "fp16")) as session, pytest.raises(InputError, match=message):
         session.prefill(x)
+
+
+def test_bfloat16_hidden_states_of_torch_are_taken_as_those_of_numpy(tiny_bundle):
+    x = torch.linspace(-1, 1, 4 * 64).reshape(64, 4).T[None].bfloat16()  # its axes are not contiguous
+    as_numpy = x.float().numpy().astype(numpy_dtype("bf16"))
+    with open_session(tiny_bundle("block", "bf16"), "eager") as session:
+        expected = session.prefill(as_numpy)
+        session.reset()
+        np.testing.assert_array_equal(session.prefill(x), expected)
+        with pytest.raises(InputError, match="detach"):
+            session.prefill(x.requires_grad_())
 
 
 @pytest.mark.parametrize(
