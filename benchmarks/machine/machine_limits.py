@@ -27,6 +27,10 @@ class Limits:
     bandwidth: float
     flop_rate: float
 
+    def best(self, other: Limits) -> Limits:
+        """Returns the larger of both rates: a disturbed measurement is too low, never too high."""
+        return Limits(max(self.bandwidth, other.bandwidth), max(self.flop_rate, other.flop_rate))
+
     def to_dict(self) -> dict:
         return asdict(self)
 

@@ -53,6 +53,9 @@ def _workload_faults(workload: Mapping) -> Iterator[str]:
     yield from _contender_faults(workload["contenders"])
     ran = {name for name, contender in workload["contenders"].items() if contender.get("status") == "ran"}
     for case in [*workload["decode"], *workload["prefill"]]:
+        for rate in ("bandwidth", "flop_rate"):
+            if not case.get("limits", {}).get(rate, 0) > 0:
+                yield f"{case['name']}: limits {rate}: got {case.get('limits')}, expected more than 0"
         if set(case["results"]) != ran:
             yield f"{case['name']}: got results of {sorted(case['results'])}, expected those that ran, {sorted(ran)}"
         for name, result in case["results"].items():

@@ -15,7 +15,7 @@ def tables(record: Mapping) -> Iterator[Table]:
         yield contenders(name, workload["contenders"])
         for kind in ("decode", "prefill"):
             if workload[kind]:
-                yield times(f"{name}: {kind}, ms: median (p10 to p90)", workload[kind])
+                yield times(f"{name}: {kind}, ms: median (p10 to p90), share of the machine's limit", workload[kind])
         yield memory(name, workload["decode"])
         yield ours_alone(name, workload)
         for row in workload["roofline"]:
@@ -45,6 +45,9 @@ def times(title: str, cases: Sequence[Mapping]) -> Table:
     for name in names:
         cells = [_time(case["results"].get(name, {}), reasons, name) for case in cases]
         table.add_row(name, *cells)
+    if all("limits" in case for case in cases):  # older records have them for the whole run only
+        table.add_section()
+        table.add_row("the machine in that minute", *(_rates(case) for case in cases))
     table.caption = "\n".join(f"{name}: {reason}" for name, reason in reasons.items()) or None
     table.caption_justify = "left"
     return table
@@ -52,9 +55,16 @@ def times(title: str, cases: Sequence[Mapping]) -> Table:
 
 def _time(result: Mapping, reasons: dict[str, str], name: str) -> str:
     if "median_ms" in result:
-        return f"{result['median_ms']:,.1f} ({result['p10_ms']:,.1f} to {result['p90_ms']:,.1f})"
+        share = f", {result['share']:.0%}" if "share" in result else ""
+        return f"{result['median_ms']:,.1f} ({result['p10_ms']:,.1f} to {result['p90_ms']:,.1f}){share}"
     reasons[name] = result.get("not_timed", "no result")
     return "not timed"
+
+
+def _rates(case: Mapping) -> str:
+    """Returns the rate that limits a case: bytes read in a decode step, operations in a prompt."""
+    limits = case["limits"]
+    return f"{limits['flop_rate'] / 1e9:.0f} GFLOP/s" if "length" in case else f"{limits['bandwidth'] / 1e9:.1f} GB/s"
 
 
 def memory(workload: str, cases: Sequence[Mapping]) -> Table:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.machine.bytes_read import bytes_read
 from benchmarks.machine.machine_limits import Limits, compare_with_limits
 from benchmarks.machine.step_profile import component_times
 from benchmarks.peers.environments import PeerMissing
@@ -24,8 +25,10 @@ from exporter.bundle.bundle import Bundle
 from exporter.bundle.tokenizer import load_tokenizer
 from exporter.checkpoint.formats import open_checkpoint
 from exporter.costs.ledger import Ledger
+from exporter.costs.roofline import Step, step_costs
 from exporter.measuring.agreement import prompts as real_prompts
 from exporter.spec.catalogue import ModelConfig
+from exporter.spec.unit import Unit
 
 CAN_FILL_REASON = f"its cache cannot be filled from outside, and over {COMPUTED_PAST:,} tokens must be computed"
 SAMPLE_SEED = 0
@@ -40,7 +43,7 @@ class Run:
         threads: number of processor cores, and of threads of each contender.
         real: checkpoint of the real model; None where no workload needs it.
         folder: folder for models, logs and scratch files.
-        limits: the limits of the machine.
+        measure: measures the limits of the machine. It is called right before and right after every case.
         say: called with progress lines.
     """
 
@@ -48,7 +51,7 @@ class Run:
     threads: int
     real: Path | None
     folder: Path
-    limits: Limits
+    measure: Callable[[], Limits]
     say: Callable[[str], None]
     scratch: Path = field(init=False)
 
@@ -96,7 +99,8 @@ class Run:
                 continue
             components = component_times(bundle, case.batch, case.past_len, case.capacity, self.threads)
             config, unit = bundle.manifest.config, bundle.manifest.unit
-            limit = compare_with_limits(config, unit, case.batch, 1, case.past_len, self.limits, components)
+            limits = Limits(**timed["limits"])
+            limit = compare_with_limits(config, unit, case.batch, 1, case.past_len, limits, components)
             rows.append({"case": case.name, "step_ms": ours["median_ms"], **limit})
         return rows
 
@@ -186,20 +190,32 @@ class Course:
         results: dict[str, dict] = {}
         started = self._start_all(case, results)
         self.run.say(f"  in turn: {', '.join(started)}")
+        before = self.run.measure()
         for process in started.values():
             process.ask("memory", forget_peak=True)
         lanes = [Lane(name, process, "steps", {"key": case.name}) for name, process in started.items()]
         results |= race(lanes, self.workload.rounds, self.workload.steps, self.run.say)
+        limits = before.best(self.run.measure())
         for name, process in started.items():
             if "median_ms" in results[name]:
                 results[name]["memory"] = process.ask("memory")
                 process.ask("drop", key=case.name)
+                must_read = bytes_read(self.config, process.entry.weights, case.batch, case.past_len)
+                if must_read is not None:
+                    at_limit_ms = must_read / limits.bandwidth * 1e3
+                    results[name] |= {"at_limit_ms": at_limit_ms, "share": at_limit_ms / results[name]["median_ms"]}
         ledger = Ledger.of(self.config)
         sizes = {
             "weights_bytes": ledger.model_parameters * 4,
             "cache_bytes": ledger.cache_bytes_per_token("fp32") * case.batch * case.capacity,
         }
-        return {"case": asdict(case), "name": case.name, "sizes": sizes, "results": results}
+        return {
+            "case": asdict(case),
+            "name": case.name,
+            "sizes": sizes,
+            "limits": limits.to_dict(),
+            "results": results,
+        }
 
     def _start_all(self, case: Decode, results: dict[str, dict]) -> dict[str, Process]:
         """Brings contenders to the case's past length. The reason for each failure goes into `results`."""
@@ -265,8 +281,21 @@ class Course:
         np.save(tokens, np.random.default_rng(SAMPLE_SEED).integers(0, self.config.vocab_size, (1, length)))
         arguments = {"capacity": length + 1, "tokens": tokens}
         lanes = [Lane(name, process, "prefill", arguments) for name, process in self.live.items()]
+        before = self.run.measure()
         results = race(lanes, self.workload.prefill_rounds, None, self.run.say)
-        return {"name": f"prefill {length:,}", "length": length, "results": results}
+        limits = before.best(self.run.measure())
+        unit = Unit("model", n_layers=self.config.n_layers)
+        flops = sum(cost.flops for cost in step_costs(self.config, unit, Step(1, length, 0, "fp32")))
+        at_limit_ms = flops / limits.flop_rate * 1e3
+        for result in results.values():
+            if "median_ms" in result:
+                result |= {"at_limit_ms": at_limit_ms, "share": at_limit_ms / result["median_ms"]}
+        return {
+            "name": f"prefill {length:,}",
+            "length": length,
+            "limits": limits.to_dict(),
+            "results": results,
+        }
 
     def capacities(self) -> list[dict]:
         """Times our step at one past length with caches of several capacities, in one process."""

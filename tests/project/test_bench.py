@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.contenders.bare_products import BareProducts, bare_graph
+from benchmarks.machine.bytes_read import BITS, bytes_read
 from benchmarks.machine.machine_limits import Limits
 from benchmarks.machine.step_profile import component_of, read_profile
 from benchmarks.output.record_form import TOP, check_record
@@ -33,6 +34,7 @@ from exporter.spec.unit import Unit
 pytestmark = pytest.mark.slow
 
 FEW = {"rounds": 2, "steps": 2, "prefill_rounds": 2, "prompts": 2, "tokens": 6}
+LIMITS = Limits(1e10, 1e11)
 WORKLOAD = Workload("planted faults", TINY, (Decode(16, 2, 64),), prefills=(8,), filled=True, **FEW)
 FAULTS = (
     Entry("altered", "eager", "altered"),
@@ -63,10 +65,10 @@ def outcome(tmp_path_factory):
         patch.setitem(models.MAKERS, "altered", altered)
         patch.setitem(models.MAKERS, "refused", refused)
         good = [entry for entry in LINEUP if entry.name in (REFERENCE, "eager", OURS)]
-        run = Run([*good, *FAULTS], 1, None, tmp_path_factory.mktemp("bench"), Limits(1e10, 1e11), said.append)
+        run = Run([*good, *FAULTS], 1, None, tmp_path_factory.mktemp("bench"), lambda: LIMITS, said.append)
         workload = run.workload(WORKLOAD)
     record = dict.fromkeys(TOP, "") | {
-        "limits": run.limits.to_dict(),
+        "limits": LIMITS.to_dict(),
         "workloads": {WORKLOAD.name: workload},
         "exports by depth": [],
     }
@@ -82,6 +84,9 @@ def test_contenders_that_agree_are_timed_in_every_case(outcome):
     for case in [*workload["decode"], *workload["prefill"]]:
         assert set(case["results"]) == {"transformers", "eager", "ours"}
         assert all(result["median_ms"] > 0 for result in case["results"].values())
+    for case in [*workload["decode"], *workload["prefill"]]:
+        assert case["limits"] == LIMITS.to_dict()
+        assert all(r["share"] == pytest.approx(r["at_limit_ms"] / r["median_ms"]) for r in case["results"].values())
     assert workload["decode"][0]["results"]["ours"]["n"] == WORKLOAD.rounds * WORKLOAD.steps
     assert {part["name"] for part in workload["roofline"][0]["components"]} >= {
         "attention.qkv_proj",
@@ -127,6 +132,7 @@ def test_the_record_has_its_form_and_a_damaged_one_is_refused(outcome):
             "prefill 8, ours: got",
         ),
         (lambda record: record["workloads"][name]["roofline"][0].update(limit_ms=1e3), "its components add up to"),
+        (lambda record: record["workloads"][name]["prefill"][0].pop("limits"), "prefill 8: limits bandwidth: got None"),
         (lambda record: record["workloads"][name]["contenders"].pop("transformers"), "transformers: got None"),
     ):
         damaged = copy.deepcopy(outcome[0])
@@ -167,6 +173,22 @@ def test_every_target_names_figures_of_the_full_run():
         }
     known = figures({"workloads": workloads})
     assert not {name for target in TARGETS for name in (target.numerator, target.denominator)} - set(known)
+
+
+def test_bytes_that_a_step_must_read_follow_from_the_form_of_the_weights():
+    parameters = Ledger.of(TINY).model_parameters
+    norms = (2 * TINY.n_layers + 1) * TINY.hidden_size
+    rows = 2 * TINY.n_layers * TINY.n_kv_heads * TINY.head_dim * 3 * (16 + 1)
+    table = TINY.vocab_size * TINY.hidden_size  # the embedding; one row of it is read for each sequence
+    once = parameters - (0 if TINY.tie_word_embeddings else table)
+    assert bytes_read(TINY, "fp32", 3, 16) == 4 * (once + 3 * TINY.hidden_size + rows)
+    matrices = once - norms - table
+    others = 4 * (norms + 3 * TINY.hidden_size)
+    assert bytes_read(TINY, "int4", 3, 16) == others + 4 * rows + matrices * 5 / 8 + table * 9 / 8
+    assert bytes_read(TINY, "Q8_0", 3, 16) == others + 2 * rows + (matrices + table) * 8.5 / 8
+    assert bytes_read(TINY, "tensorrt", 3, 16) is None
+    float_forms = {"uint8", "uint4", "tensorrt"}
+    assert set(FLOORS) - float_forms == set(BITS), "every contender on the CPU has its bits"
 
 
 # --- the race --------------------------------------------------------------------------------------------------
